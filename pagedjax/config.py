@@ -1,0 +1,262 @@
+"""The engine's settings: one frozen dataclass, TOML files, command-line flags over them.
+
+Precedence, weakest first: the defaults of `EngineConfig`, a file (`--config FILE`), flags. A flag
+that is not given never overrides the file. What is left open (`None` or "auto") is decided from the
+machine and the model by `pagedjax.memory`.
+"""
+
+import dataclasses
+import difflib
+import itertools
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+Attention = Literal["auto", "xla", "pallas", "reference"]
+
+# Slots are int32 and the largest int32 is the null sentinel, so the last usable slot lies below it.
+MAX_SLOTS = 2**31 - 2
+MAX_SEED = 2**32 - 1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is built from besides the model itself.
+
+    Raises `ValueError` naming the field, the value given and the values accepted.
+    """
+
+    dtype: Dtype = "auto"
+    """Type of weights and activations. auto: bfloat16 on a GPU and on CPUs with bfloat16 matrix
+    instructions (AMX, AVX-512), float32 on others. Products accumulate in float32 either way."""
+
+    kv_cache_dtype: Dtype = "auto"
+    """Type of the KV pool. auto: the same as dtype."""
+
+    attention: Attention = "auto"
+    """Implementation of paged attention. auto: the best one that the platform has."""
+
+    block_size: int = 16
+    """Tokens in one block of the KV pool."""
+
+    num_blocks: int | None = None
+    """Blocks in the KV pool. None: sized from memory, see memory_fraction."""
+
+    memory_fraction: float | None = None
+    """Share of the memory still available after the weights are loaded that the KV pool may take
+    when num_blocks is not given. None: 0.9 of a GPU's; on CPU 0.5 of the machine's (or the
+    container's), at most 4 GiB. In any case no more than the whole request table filled to
+    max_model_len could use."""
+
+    max_num_seqs: int = 32
+    """Most sequences in one step."""
+
+    num_rows: int | None = None
+    """Rows of the request table: running and waiting sequences the device knows of. None: twice
+    max_num_seqs, so that a place that falls free is filled by the same step that sees it."""
+
+    max_num_batched_tokens: int = 512
+    """Most tokens in one step, over prompts and decoding rows together."""
+
+    token_buckets: tuple[int, ...] | None = None
+    """Sizes that a step is compiled for, ascending; the largest is max_num_batched_tokens. None:
+    powers of two, see default_token_buckets."""
+
+    max_model_len: int | None = None
+    """Most tokens in one sequence, prompt and output. None: what the model was trained for, or what
+    fits into the pool if that is less."""
+
+    enable_prefix_caching: bool = True
+    """Whether blocks of earlier requests are kept and reused for the same leading tokens."""
+
+    max_queue_size: int = 1024
+    """Most requests waiting outside the request table; further ones are refused (HTTP 429)."""
+
+    max_logprobs: int = 20
+    """Most top logprobs that one request may ask for."""
+
+    max_stop_token_ids: int = 16
+    """Most stop token ids of one request, the model's end-of-sequence tokens among them."""
+
+    seed: int = 0
+    """Where the seeds of requests that bring none are drawn from."""
+
+    check_invariants: bool = False
+    """Check the whole state after every step, stop at the first violation. Slow; for debugging."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), _hints()[field.name])
+        _check_range("block_size", self.block_size, 1, 1024)
+        _check_range("num_blocks", self.num_blocks, 1, MAX_SLOTS // self.block_size)
+        _check_range("max_num_seqs", self.max_num_seqs, 1, 65536)
+        _check_range("num_rows", self.num_rows, self.max_num_seqs, 1 << 20, "max_num_seqs")
+        _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        _check_range("max_model_len", self.max_model_len, 2, 1 << 24)
+        _check_range("max_queue_size", self.max_queue_size, 0, 1 << 24)
+        _check_range("max_logprobs", self.max_logprobs, 0, 1024)
+        _check_range("max_stop_token_ids", self.max_stop_token_ids, 1, 1024)
+        _check_range("seed", self.seed, 0, MAX_SEED)
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ValueError(
+                f"memory_fraction must be above 0 and at most 1, or left out "
+                f"(got {self.memory_fraction})"
+            )
+        self._check_buckets()
+
+    def _check_buckets(self) -> None:
+        buckets = self.token_buckets
+        if buckets is None:
+            return
+        ascending = all(a < b for a, b in itertools.pairwise(buckets))
+        if not buckets or buckets[0] < 1 or not ascending:
+            raise ValueError(
+                f"token_buckets must be positive and strictly ascending (got {list(buckets)})"
+            )
+        if buckets[-1] != self.max_num_batched_tokens:
+            raise ValueError(
+                f"token_buckets must end with max_num_batched_tokens, which is "
+                f"{self.max_num_batched_tokens} (got {list(buckets)})"
+            )
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The static step sizes (`num_tokens`), ascending."""
+        if self.token_buckets is not None:
+            return self.token_buckets
+        return default_token_buckets(self.max_num_batched_tokens, self.max_num_seqs)
+
+    @property
+    def table_rows(self) -> int:
+        """Rows S of the request table."""
+        return 2 * self.max_num_seqs if self.num_rows is None else self.num_rows
+
+
+def default_token_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[int, ...]:
+    """Step sizes: powers of two up to the budget, max_num_seqs (all rows decode) and the budget.
+
+    No step is more than twice as large as the tokens in it. Each size is one compilation at start.
+    """
+    powers = {1 << i for i in range((max_num_batched_tokens - 1).bit_length())}
+    decode_only = min(max_num_seqs, max_num_batched_tokens)
+    return tuple(sorted(powers | {decode_only, max_num_batched_tokens}))
+
+
+def load_config(
+    path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+) -> EngineConfig:
+    """Settings from a TOML file (or the defaults), with `overrides` (field name -> value) on top.
+
+    Raises `ValueError` for a key that is no field (with the nearest one that is), a value out of
+    range or a file that is not TOML, and `FileNotFoundError` for a file that is not there.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path} is not a TOML file: {error}") from error
+        _refuse_unknown(values, f"in {path}")
+    _refuse_unknown(overrides or {}, "among the overrides")
+    values |= overrides or {}
+    return EngineConfig(**{key: _from_plain(key, value) for key, value in values.items()})
+
+
+def parse_args(
+    args_type: type[T], argv: Sequence[str] | None = None, *, description: str = ""
+) -> T:
+    """Parses a command line into a dataclass with fields `config: Path | None` and
+    `engine: EngineConfig`, and any others; every field has a default.
+
+    The file named by `--config` is read first and its values become the defaults of the flags, so a
+    flag that is not given leaves the file's value standing. Every field of `EngineConfig` is a flag
+    (`--max-num-seqs 8`, `--no-enable-prefix-caching`). A mistake is reported on stderr and the
+    program exits with status 2.
+    """
+    import argparse
+    import sys
+
+    import tyro
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    path = first.parse_known_args(argv)[0].config
+
+    try:
+        given = {} if path is None else {"engine": load_config(path), "config": Path(path)}
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return tyro.cli(
+        args_type,
+        args=argv,
+        default=args_type(**given),
+        description=description,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(EngineConfig)
+
+
+def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
+    known = [field.name for field in dataclasses.fields(EngineConfig)]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            raise ValueError(f"unknown key {key!r} {where}; {hint}")
+
+
+def _from_plain(key: str, value: Any) -> Any:
+    """TOML and JSON have arrays, the dataclass tuples; a whole number stands for a float."""
+    if key == "token_buckets" and isinstance(value, list):
+        return tuple(value)
+    if key == "memory_fraction" and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(value, option) for option in typing.get_args(hint))
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_matches(item, int) for item in value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is float:
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        )
+    return isinstance(value, hint)
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    if _matches(value, hint):
+        return
+    options = [h for h in typing.get_args(hint) if h is not type(None)] or [hint]
+    words = {int: "an integer", float: "a number", bool: "true or false"}
+    if typing.get_origin(hint) is Literal:
+        accepted = "one of " + ", ".join(typing.get_args(hint))
+    else:
+        accepted = words.get(options[0], "a list of integers")
+    raise ValueError(f"{name} must be {accepted} (got {value!r})")
+
+
+def _check_range(name: str, value: int | None, low: int, high: int, why: str = "") -> None:
+    if value is not None and not low <= value <= high:
+        reason = f"; the least is {why}" if why else ""
+        raise ValueError(f"{name} must be from {low} to {high} (got {value}){reason}")

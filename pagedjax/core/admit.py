@@ -1,0 +1,176 @@
+"""Admission: waiting rows start running, in order of arrival, while budget and memory last."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pagedjax.core.blocks import num_evictable
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.prefix import match
+from pagedjax.core.ragged import cdiv, inverse, take, when
+from pagedjax.core.state import NULL, SchedulerState, Status
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Admitted:
+    """What admission decided, one entry per candidate. All [A] int32 unless noted."""
+
+    ok: jax.Array  #: [A] bool
+    row_ids: jax.Array  #: NULL where not admitted
+    num_shared: jax.Array  #: whole blocks taken from the prefix cache
+    shared: jax.Array  #: [A, M]: their ids
+    num_computed: jax.Array  #: tokens found in the cache, those inside a copied block included
+    chunk: jax.Array  #: tokens to compute in this step
+    num_new: jax.Array  #: blocks to allocate
+    copy_src: jax.Array  #: block to copy into the first new block, or NULL
+
+
+def _nobody(config: SchedulerConfig) -> Admitted:
+    a = config.max_admissions
+    zero, null = jnp.zeros(a, jnp.int32), jnp.full(a, NULL, jnp.int32)
+    return Admitted(
+        ok=jnp.zeros(a, bool),
+        row_ids=null,
+        num_shared=zero,
+        shared=jnp.full((a, config.max_blocks_per_seq), NULL, jnp.int32),
+        num_computed=zero,
+        chunk=zero,
+        num_new=zero,
+        copy_src=null,
+    )
+
+
+def _find_prefix(config: SchedulerConfig, state: SchedulerState, row_ids):
+    if config.enable_prefix_caching:
+        return match(config, state, row_ids)
+    nobody = _nobody(config)
+    return nobody.num_shared, nobody.shared, nobody.num_computed, nobody.copy_src
+
+
+def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Admitted:
+    """The longest run of candidates, from the head of the queue, that fits budget and memory.
+
+    A shared block that nobody held costs a block too, since it is no longer evictable; the first
+    candidate that revives it pays.
+    """
+    a, b = config.max_admissions, config.block_size
+    num_shared, shared, num_inside, source = _find_prefix(config, state, row_ids)
+    cached = num_shared * b + num_inside
+    left = jnp.where(valid, state.rows.num_tokens[row_ids] - cached, 0)
+    chunk = jnp.clip(budget - (jnp.cumsum(left) - left), 0, left)
+    num_new = jnp.where(chunk > 0, cdiv(cached + chunk, b) - num_shared, 0)
+    candidate = jnp.broadcast_to(jnp.arange(a, dtype=jnp.int32)[:, None], shared.shape)
+    wanted = jnp.where(valid[:, None], shared, NULL)
+    payer = jnp.full(config.num_blocks, NULL, jnp.int32).at[wanted].min(candidate, mode="drop")
+    pays = (take(state.blocks.ref_counts, wanted, 1) == 0) & (
+        take(payer, wanted, NULL) == candidate
+    )
+    cost = num_new + pays.sum(1, dtype=jnp.int32)
+    ok = valid & (chunk > 0) & (jnp.cumsum(cost) <= room)
+
+    def only(field, empty):
+        return jnp.where(ok, field, empty)
+
+    return Admitted(
+        ok=ok,
+        row_ids=only(row_ids, NULL),
+        num_shared=only(num_shared, 0),
+        shared=jnp.where(ok[:, None], shared, NULL),
+        num_computed=only(cached, 0),
+        chunk=only(chunk, 0),
+        num_new=only(num_new, 0),
+        copy_src=only(source, NULL),
+    )
+
+
+def admit(
+    config: SchedulerConfig,
+    state: SchedulerState,
+    order,
+    grant,
+    num_new,
+    num_running,
+    pressed,
+    num_tokens: int,
+):
+    """Admit up to `max_admissions` waiting rows behind the running ones.
+
+    Args (by rank): order, grant, num_new: [S] int32; num_running: [] int32; pressed: [] bool,
+    nobody is admitted then.
+
+    Returns:
+      (state, grant, num_new, admitted) with the admitted rows' grants and blocks filled in.
+    """
+    s, rows = config.num_rows, state.rows
+    index = jnp.arange(config.max_admissions, dtype=jnp.int32)
+    rank = num_running + index
+    row_ids = take(order, jnp.where(rank < s, rank, NULL), 0)
+    valid = (rank < config.max_step_rows(num_tokens)) & ~pressed
+    valid &= rows.status[row_ids] == Status.WAITING
+    budget = num_tokens - grant.sum(dtype=jnp.int32)
+    available = state.blocks.num_free + num_evictable(state.blocks, state.prefix)
+    available = available - num_new.sum(dtype=jnp.int32)
+    room = available - jnp.where(rank > 0, config.watermark_blocks, 0)
+
+    # A head of the queue that did not fit is not matched again until there is more memory:
+    # otherwise every step under pressure would pay for a match that cannot succeed.
+    head = rows.arrival[row_ids[0]]
+    hopeless = (head == state.blocked_arrival) & (available <= state.blocked_available)
+    tried = valid[0] & (budget > 0) & ~hopeless
+    admitted = when(
+        config.use_cond,
+        tried,
+        lambda _: _choose(config, state, row_ids, valid, budget, room),
+        _nobody(config),
+    )
+    state = _start_rows(config, state, admitted)
+    state = dataclasses.replace(
+        state,
+        blocked_arrival=jnp.where(
+            tried, jnp.where(admitted.ok[0], NULL, head), state.blocked_arrival
+        ),
+        blocked_available=jnp.where(tried, available, state.blocked_available),
+    )
+    place = jnp.where(admitted.ok, rank, NULL)
+    grant = grant.at[place].set(admitted.chunk, mode="drop")
+    num_new = num_new.at[place].set(admitted.num_new, mode="drop")
+    return state, grant, num_new, admitted
+
+
+def _start_rows(config: SchedulerConfig, state: SchedulerState, admitted: Admitted):
+    """Admitted rows become RUNNING and hold their shared blocks."""
+    rows, blocks, counters = state.rows, state.blocks, state.counters
+    found, which = inverse(admitted.row_ids, config.num_rows)
+
+    def put(field, value):
+        return jnp.where(found, value, field)
+
+    first_time = found & (rows.num_hit_tokens < 0)  # not after a preemption
+    hits = admitted.num_computed[which]
+    rows = dataclasses.replace(
+        rows,
+        status=put(rows.status, Status.RUNNING),
+        num_computed_tokens=put(rows.num_computed_tokens, hits),
+        num_hit_tokens=jnp.where(first_time, hits, rows.num_hit_tokens),
+        num_cached_blocks=put(rows.num_cached_blocks, admitted.num_shared[which]),
+        chain_broken=put(rows.chain_broken, False),
+    )
+    shared = jnp.where(admitted.ok[:, None], admitted.shared, NULL)
+    blocks = dataclasses.replace(
+        blocks,
+        num_blocks_held=put(blocks.num_blocks_held, admitted.num_shared[which]),
+        block_tables=blocks.block_tables.at[admitted.row_ids].set(shared, mode="drop"),
+        ref_counts=blocks.ref_counts.at[shared].add(1, mode="drop"),
+    )
+    prompt = jnp.where(first_time, rows.num_prompt_tokens, 0)
+    counters = dataclasses.replace(
+        counters,
+        num_hit_tokens=counters.num_hit_tokens
+        + jnp.where(first_time, hits, 0).sum(dtype=jnp.int32),
+        num_prompt_tokens=counters.num_prompt_tokens + prompt.sum(dtype=jnp.int32),
+        num_block_copies=counters.num_block_copies
+        + (admitted.copy_src != NULL).sum(dtype=jnp.int32),
+    )
+    return dataclasses.replace(state, rows=rows, blocks=blocks, counters=counters)

@@ -1,0 +1,93 @@
+"""`execute`: run the model over a plan and sample. Touches the KV pool, not the scheduler."""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.state import NULL, Plan, SchedulerState
+from pagedjax.sampling import Sampled, SamplingInputs, sample
+from pallas_kernels import copy_blocks
+
+
+class Model(Protocol):
+    """What the engine needs of a model: a hashable object of pure functions.
+
+    `pagedjax.models.llama.LlamaModel` is one.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    def forward(
+        self, params, k_pool, v_pool, batch, output_indices
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Write K and V of the batch's tokens, attend.
+
+        -> (k_pool, v_pool, hidden [R, E] of the tokens at `output_indices` [R])."""
+
+    def compute_logits(self, params, hidden) -> jax.Array:
+        """hidden [R, E] -> logits [R, V] float32."""
+
+
+def sampling_inputs(state: SchedulerState, plan: Plan) -> SamplingInputs:
+    """Each rank's sampling parameters, gathered from the request table. All [R]."""
+    rows = state.rows
+    row = jnp.where(plan.row_ids == NULL, 0, plan.row_ids)
+    position = rows.num_tokens[row] - rows.num_prompt_tokens[row]
+    return SamplingInputs(
+        temperature=rows.temperature[row],
+        top_k=rows.top_k[row],
+        top_p=rows.top_p[row],
+        min_p=rows.min_p[row],
+        seed=rows.seed[row],
+        position=position,
+        forbid_stop=position < rows.min_output_tokens[row],
+        stop_token_ids=rows.stop_token_ids[row],
+        num_logprobs=rows.num_logprobs[row],
+        valid=plan.needs_sample,
+    )
+
+
+def execute(
+    params,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    plan: Plan,
+    inputs: SamplingInputs,
+    *,
+    config: SchedulerConfig,
+    model: Model,
+) -> tuple[jax.Array, jax.Array, Sampled]:
+    """Copy blocks, run the model, sample the rows that have caught up.
+
+    Args:
+      params: the model's pytree.
+      k_pool, v_pool: the KV pool, all layers; consumed (donate them, and nothing is copied).
+      plan: of `schedule`. inputs: of `sampling_inputs`.
+
+    Returns:
+      (k_pool, v_pool, sampled).
+    """
+    k_pool, v_pool = copy_blocks(k_pool, v_pool, plan.copy_src, plan.copy_dst)
+    k_pool, v_pool, hidden = model.forward(params, k_pool, v_pool, plan, plan.logit_index)
+    logits = model.compute_logits(params, hidden)
+    sampled = sample(logits, inputs, max_logprobs=config.max_logprobs)
+    return k_pool, v_pool, sampled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """Everything static about a step. Hashable.
+
+    Attributes:
+      scheduler: sizes and switches of the scheduler.
+      model: the model's pure functions.
+    """
+
+    scheduler: SchedulerConfig
+    model: Model

@@ -1,0 +1,119 @@
+"""Requests enter and leave the state here: pure functions of state and arrays."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.prefix import finish_hash, mix
+from pagedjax.core.state import FinishReason, SchedulerState, Status
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RequestParams:
+    """What a request asks for. Arrays (or numbers), never static.
+
+    Attributes:
+      max_total_tokens: [] int32, prompt and output tokens together at most.
+      min_output_tokens: [] int32, stop token ids cannot be sampled before so many outputs.
+      stop_token_ids: [Q] int32, padded with NULL; the end-of-sequence id is one of them.
+      temperature, top_p, min_p: [] float32. top_k: [] int32, 0 is off.
+      seed: [] uint32. num_logprobs: [] int32, -1 for none.
+      salt: [] uint32, only requests of equal salt share cached blocks.
+    """
+
+    max_total_tokens: jax.Array
+    min_output_tokens: jax.Array
+    stop_token_ids: jax.Array
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    seed: jax.Array
+    num_logprobs: jax.Array
+    salt: jax.Array
+
+
+def add_request(
+    state: SchedulerState,
+    row: jax.Array,
+    token_ids: jax.Array,
+    num_prompt_tokens: jax.Array,
+    params: RequestParams,
+    *,
+    config: SchedulerConfig,
+) -> SchedulerState:
+    """Put a request into an EMPTY row, where it waits for admission in order of arrival.
+
+    Args:
+      row: [] int32, an EMPTY row. A row that is not EMPTY is left as it is and the request is
+        not taken: the caller knows the empty rows from `StepOutput.status`.
+      token_ids: [M * B] int32, the prompt, padded with anything.
+      num_prompt_tokens: [] int32. A request that can never fit is not refused here but by the
+        next `schedule`, as an error of that request alone.
+
+    The hash of every full block comes from one prefix sum. Donate `state` in the caller's jit.
+    """
+    rows = state.rows
+    row = jnp.where(rows.status[row] == Status.EMPTY, row, config.num_rows)
+    position = jnp.arange(config.max_padded_len, dtype=jnp.int32)
+    terms = jnp.where(position < num_prompt_tokens, mix(token_ids, position), 0)
+    running = jnp.cumsum(terms, dtype=jnp.uint32)
+    salt = jnp.asarray(params.salt, jnp.uint32)
+    hashes = finish_hash(config, running[config.block_size - 1 :: config.block_size], salt)
+    values = {
+        "status": Status.WAITING,
+        "arrival": state.next_arrival,
+        "finish_reason": FinishReason.NONE,
+        "error": 0,
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_tokens": num_prompt_tokens,
+        "num_computed_tokens": 0,
+        "max_total_tokens": params.max_total_tokens,
+        "min_output_tokens": params.min_output_tokens,
+        "num_hit_tokens": -1,
+        "num_cached_blocks": 0,
+        "chain_broken": False,
+        "running_hash": running[-1],
+        "salt": salt,
+        "seed": params.seed,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "num_logprobs": params.num_logprobs,
+        "stop_token_ids": params.stop_token_ids,
+        "token_ids": token_ids,
+        "block_hashes": hashes,
+    }
+    put = {}
+    for name, value in values.items():
+        field = getattr(rows, name)
+        put[name] = field.at[row].set(jnp.asarray(value).astype(field.dtype), mode="drop")
+    taken = (row < config.num_rows).astype(jnp.int32)
+    return dataclasses.replace(
+        state,
+        rows=dataclasses.replace(rows, **put),
+        next_arrival=state.next_arrival + taken,
+    )
+
+
+def abort(state: SchedulerState, rows_to_abort: jax.Array) -> SchedulerState:
+    """End waiting and running rows from outside.
+
+    Args:
+      rows_to_abort: [S] bool. Rows that are EMPTY or FINISHED already are left as they are.
+
+    The blocks go back in a following `schedule`; cached ones stay cached.
+    """
+    rows = state.rows
+    live = (rows.status == Status.WAITING) | (rows.status == Status.RUNNING)
+    end = live & rows_to_abort
+    rows = dataclasses.replace(
+        rows,
+        status=jnp.where(end, Status.FINISHED, rows.status),
+        finish_reason=jnp.where(end, FinishReason.ABORT, rows.finish_reason),
+    )
+    return dataclasses.replace(state, rows=rows)

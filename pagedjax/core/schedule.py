@@ -1,0 +1,181 @@
+"""`schedule`: one pure function from a state to a state and the plan of one step.
+
+One rule serves prefill and decode: each running row's `num_computed_tokens` catches up with its
+`num_tokens` within the step's budget. Everything is prefix sums, gathers and scatters over all
+rows at once, in rank order: running rows before waiting ones, older before newer. There is no loop
+over requests, and the only sort is one of S keys.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from pagedjax.core.admit import admit
+from pagedjax.core.blocks import make_room, num_evictable, release
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.plan import make_plan
+from pagedjax.core.preempt import preempt
+from pagedjax.core.ragged import cdiv, expand, take, when
+from pagedjax.core.state import (
+    NULL,
+    ErrorCode,
+    FinishReason,
+    Plan,
+    SchedulerState,
+    Status,
+)
+
+
+def schedule(
+    state: SchedulerState, *, config: SchedulerConfig, num_tokens: int
+) -> tuple[SchedulerState, Plan]:
+    """Release what has ended, admit, match prefixes, hand out the budget, allocate, preempt.
+
+    Args:
+      state: consumed; donate it in the caller's jit.
+      num_tokens: T, the static bucket, which is also the step's token budget.
+
+    Returns:
+      (state, plan). Rows that cannot be served in this step are simply not in the plan; rows that
+      can never be served are FINISHED with `ErrorCode.IMPOSSIBLE`.
+    """
+    if num_tokens > config.max_num_batched_tokens:
+        raise ValueError(
+            f"num_tokens must be at most max_num_batched_tokens "
+            f"({config.max_num_batched_tokens}), got {num_tokens}"
+        )
+    state = retire(config, state)
+    state = _reject_impossible(config, state)
+    order = _rank_rows(config, state)
+    state, grant, num_new, num_running, pressed = _grant(config, state, order, num_tokens)
+    state, grant, num_new, admitted = admit(
+        config, state, order, grant, num_new, num_running, pressed, num_tokens
+    )
+    state = _allocate(config, state, order, num_new, num_tokens)
+    plan = make_plan(config, state, order, grant, admitted, num_tokens)
+    return state, plan
+
+
+def retire(config: SchedulerConfig, state: SchedulerState) -> SchedulerState:
+    """FINISHED rows give their blocks back and become EMPTY, at most `max_retirements` a step."""
+    rows, blocks = state.rows, state.blocks
+    done = rows.status == Status.FINISHED
+    if config.max_retirements >= config.num_rows:
+        out = done
+        ids = jnp.where(done[:, None], blocks.block_tables, NULL)
+    else:
+        which = jnp.nonzero(done, size=config.max_retirements, fill_value=NULL)[0]
+        out = jnp.zeros(config.num_rows, bool).at[which].set(True, mode="drop")
+        ids = take(blocks.block_tables, which, NULL)
+    pool = pool_of(state)
+    pool = when(
+        config.use_cond, out.any(), lambda p: release(p, state.prefix.slot, state.step, ids), pool
+    )
+    rows = dataclasses.replace(rows, status=jnp.where(out, Status.EMPTY, rows.status))
+    state = dataclasses.replace(state, rows=rows)
+    held = jnp.where(out, 0, blocks.num_blocks_held)
+    return with_pool(state, pool, num_blocks_held=held)
+
+
+def pool_of(state: SchedulerState):
+    """The tuple that `blocks.release` works on."""
+    blocks = state.blocks
+    return (
+        blocks.ref_counts,
+        blocks.free_stack,
+        blocks.num_free,
+        blocks.last_use,
+        state.counters.num_ref_errors,
+    )
+
+
+def with_pool(state: SchedulerState, pool, **block_fields) -> SchedulerState:
+    """The state with `pool_of`'s tuple put back."""
+    ref_counts, free_stack, num_free, last_use, errors = pool
+    blocks = dataclasses.replace(
+        state.blocks,
+        ref_counts=ref_counts,
+        free_stack=free_stack,
+        num_free=num_free,
+        last_use=last_use,
+        **block_fields,
+    )
+    counters = dataclasses.replace(state.counters, num_ref_errors=errors)
+    return dataclasses.replace(state, blocks=blocks, counters=counters)
+
+
+def _reject_impossible(config: SchedulerConfig, state: SchedulerState) -> SchedulerState:
+    """Requests that could never finish end at once, as an error of their own.
+
+    The last token of a sequence is never computed, so it needs no block.
+    """
+    rows = state.rows
+    most = rows.max_total_tokens
+    bad = (cdiv(most - 1, config.block_size) > config.num_blocks) | (most > config.max_model_len)
+    bad |= (rows.num_tokens >= most) | (rows.num_prompt_tokens < 1)
+    bad &= rows.status == Status.WAITING
+    rows = dataclasses.replace(
+        rows,
+        status=jnp.where(bad, Status.FINISHED, rows.status),
+        finish_reason=jnp.where(bad, FinishReason.ERROR, rows.finish_reason),
+        error=jnp.where(bad, ErrorCode.IMPOSSIBLE, rows.error),
+    )
+    return dataclasses.replace(state, rows=rows)
+
+
+def _rank_rows(config: SchedulerConfig, state: SchedulerState):
+    """[S] int32: rank -> row. Running rows first, then waiting ones, both oldest first."""
+    status, arrival = state.rows.status, state.rows.arrival
+    waiting_key = jnp.where(status == Status.WAITING, arrival + (1 << 30), NULL)
+    key = jnp.where(status == Status.RUNNING, arrival, waiting_key)
+    row = jnp.arange(config.num_rows, dtype=jnp.int32)
+    return lax.sort((key, row), num_keys=1)[1]
+
+
+def _grant(config: SchedulerConfig, state: SchedulerState, order, num_tokens: int):
+    """Hand the budget to running rows, oldest first; preempt the newest if blocks run out.
+
+    Returns:
+      (state, grant [S], num_new_blocks [S], num_running [], pressed []), all by rank. `pressed`
+      tells that blocks ran out, so nobody is admitted in this step.
+    """
+    rows, blocks = state.rows, state.blocks
+    running = rows.status[order] == Status.RUNNING
+    computed, held = rows.num_computed_tokens[order], blocks.num_blocks_held[order]
+    want = jnp.where(running, rows.num_tokens[order] - computed, 0)
+    grant = jnp.clip(num_tokens - (jnp.cumsum(want) - want), 0, want)
+    need = jnp.where(grant > 0, cdiv(computed + grant, config.block_size) - held, 0)
+    available = blocks.num_free + num_evictable(blocks, state.prefix)
+    num_running = running.sum(dtype=jnp.int32)
+    pressed = need.sum(dtype=jnp.int32) > available
+    state, keep = preempt(config, state, order, running, need, available, num_running, pressed)
+    ok = jnp.arange(config.num_rows) < keep
+    return state, jnp.where(ok, grant, 0), jnp.where(ok, need, 0), num_running, pressed
+
+
+def _allocate(config: SchedulerConfig, state: SchedulerState, order, num_new, num_tokens: int):
+    """Take `num_new` [S] (by rank) blocks from the stack, all or nothing per row, and append them
+    to the rows' tables. `_grant` and `admit` have made sure that there are enough."""
+    total = num_new.sum(dtype=jnp.int32)
+    most = config.max_new_blocks(num_tokens)
+    blocks, prefix, num_evicted = make_room(
+        config, state.blocks, state.prefix, state.step, total, most
+    )
+    rank, offset, valid = expand(num_new, most)
+    row = order[rank]
+    entry = jnp.arange(most, dtype=jnp.int32)
+    top = jnp.where(valid, blocks.num_free - 1 - entry, NULL)
+    ids = take(blocks.free_stack, top, NULL)
+    column = jnp.where(valid, blocks.num_blocks_held[row] + offset, NULL)
+    blocks = dataclasses.replace(
+        blocks,
+        ref_counts=blocks.ref_counts.at[ids].set(1, mode="drop"),
+        num_free=blocks.num_free - total,
+        block_tables=blocks.block_tables.at[row, column].set(ids, mode="drop"),
+        num_blocks_held=blocks.num_blocks_held.at[order].add(num_new),
+    )
+    counters = dataclasses.replace(
+        state.counters, num_evictions=state.counters.num_evictions + num_evicted
+    )
+    return dataclasses.replace(state, blocks=blocks, prefix=prefix, counters=counters)

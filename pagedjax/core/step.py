@@ -1,0 +1,93 @@
+"""`step` and `run`: the whole engine as a function of its state.
+
+Under `jax.jit` with the state donated, nothing of the size of the KV pool is copied:
+
+    step_fn = jax.jit(step, static_argnames=("config", "num_tokens"), donate_argnums=1)
+    state, output = step_fn(params, state, config=config, num_tokens=64)
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pagedjax.core.commit import commit
+from pagedjax.core.execute import StepConfig, execute, sampling_inputs
+from pagedjax.core.schedule import schedule
+from pagedjax.core.state import EngineState, Status, StepOutput, init_scheduler
+from pallas_kernels.pool import init_pool
+
+
+def init_state(config: StepConfig, *, kv_dtype) -> EngineState:
+    """An idle engine with an empty KV pool of `kv_dtype` (float32, bfloat16 or float16)."""
+    model, sizes = config.model, config.scheduler
+    k_pool, v_pool = init_pool(
+        num_layers=model.num_layers,
+        num_blocks=sizes.num_blocks,
+        block_size=sizes.block_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=kv_dtype,
+    )
+    return EngineState(scheduler=init_scheduler(sizes), k_pool=k_pool, v_pool=v_pool)
+
+
+def step(
+    params, state: EngineState, *, config: StepConfig, num_tokens: int
+) -> tuple[EngineState, StepOutput]:
+    """One step: `commit` after `execute` after `schedule`.
+
+    Args:
+      params: the model's pytree.
+      state: consumed; donate it.
+      num_tokens: T, static: the step's token budget and the shape of the model's batch.
+    """
+    sizes = config.scheduler
+    scheduler, plan = schedule(state.scheduler, config=sizes, num_tokens=num_tokens)
+    inputs = sampling_inputs(scheduler, plan)
+    k_pool, v_pool, sampled = execute(
+        params, state.k_pool, state.v_pool, plan, inputs, config=sizes, model=config.model
+    )
+    scheduler, output = commit(scheduler, plan, sampled, config=sizes)
+    return EngineState(scheduler=scheduler, k_pool=k_pool, v_pool=v_pool), output
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RunOutput:
+    """What `run` did. Entries at and past `num_steps` are zeros."""
+
+    num_steps: jax.Array  #: [] int32, steps taken, at most n
+    steps: StepOutput  #: every field with a leading axis [n]
+
+
+def run(
+    params, state: EngineState, *, config: StepConfig, num_tokens: int, num_steps: int
+) -> tuple[EngineState, RunOutput]:
+    """Up to `num_steps` steps in one `while_loop` on the device, without the host.
+
+    Ends early when the host is needed: a request has ended (its row can be given away), or
+    there is nothing left to do.
+
+    Args:
+      num_steps: n, static; the outputs of all steps are kept.
+    """
+
+    def body(carry):
+        i, _, state, outputs = carry
+        state, output = step(params, state, config=config, num_tokens=num_tokens)
+        outputs = jax.tree.map(lambda all_, one: all_.at[i].set(one), outputs, output)
+        ended = (output.status == Status.FINISHED).any()
+        idle = (output.num_running == 0) & (output.num_waiting == 0)
+        return i + 1, ended | idle, state, outputs
+
+    shapes = jax.eval_shape(
+        lambda p, s: step(p, s, config=config, num_tokens=num_tokens)[1], params, state
+    )
+    outputs = jax.tree.map(lambda x: jnp.zeros((num_steps, *x.shape), x.dtype), shapes)
+    start = (jnp.int32(0), jnp.asarray(False), state, outputs)
+    count, _, state, outputs = lax.while_loop(
+        lambda carry: (carry[0] < num_steps) & ~carry[1], body, start
+    )
+    return state, RunOutput(num_steps=count, steps=outputs)

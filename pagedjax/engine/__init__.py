@@ -1,0 +1,17 @@
+"""The engine around the pure core: the queue, the clocks, the one mutable object."""
+
+from pagedjax.engine.async_engine import AsyncEngine
+from pagedjax.engine.build import build_engine
+from pagedjax.engine.engine import Engine
+from pagedjax.engine.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from pagedjax.engine.stats import EngineStats
+
+__all__ = [
+    "AsyncEngine",
+    "Engine",
+    "EngineDeadError",
+    "EngineStats",
+    "InvalidRequestError",
+    "QueueFullError",
+    "build_engine",
+]

@@ -1,0 +1,105 @@
+"""From the name of a model and settings to an engine that is ready to serve."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pagedjax import memory
+from pagedjax.config import EngineConfig
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.execute import StepConfig
+from pagedjax.engine.engine import Engine
+
+MIN_EVICT_BATCH = 1
+MAX_EVICT_BATCH = 128
+
+
+def build_engine(
+    model: str | Path,
+    config: EngineConfig | None = None,
+    *,
+    model_name: str | None = None,
+    progress: bool = True,
+    warm_up: bool = True,
+) -> Engine:
+    """Load weights and tokenizer, size the pool, compile every bucket.
+
+    Args:
+      model: a preset's name, a Hugging Face directory or a GGUF file.
+      model_name: what users call it; by default the preset's, directory's or file's name.
+      progress: show bars on stderr.
+      warm_up: compile every step size now; otherwise each is compiled when it is first needed.
+    """
+    from pagedjax.models.llama import LlamaModel
+    from pagedjax.models.presets import resolve_model
+    from pagedjax.models.weights import load_model
+    from pagedjax.tokenizers import load_tokenizer
+
+    config = EngineConfig() if config is None else config
+    device = jax.devices()[0]
+    flags = memory.cpu_flags() if device.platform == "cpu" else frozenset()
+    config = memory.fill_dtypes(config, platform=device.platform, flags=flags)
+    path = resolve_model(str(model))
+    loaded = load_model(path, dtype=jnp.dtype(config.dtype), stacked=device.platform != "cpu")
+    tokenizer = load_tokenizer(path, vocab_size=loaded.config.vocab_size)
+    config = memory.fill_sizes(
+        config,
+        loaded.config,
+        platform=device.platform,
+        available_bytes=memory.available_bytes(device),
+    )
+    attention = None if config.attention == "auto" else config.attention
+    engine = Engine(
+        jax.device_put(loaded.params, device),
+        StepConfig(
+            scheduler=scheduler_config(config, platform=device.platform),
+            model=LlamaModel(config=loaded.config, attention=attention),
+        ),
+        tokenizer,
+        config=config,
+        kv_dtype=jnp.dtype(config.kv_cache_dtype),
+        model_name=model_name or _name(model),
+        eos_token_ids=sorted({*tokenizer.eos_token_ids, *loaded.config.eos_token_ids}),
+    )
+    if warm_up:
+        engine.warm_up(_bar if progress else _silent)
+    return engine
+
+
+def scheduler_config(config: EngineConfig, *, platform: str) -> SchedulerConfig:
+    """The scheduler's static sizes from settings in which nothing is left open."""
+    on_cpu = platform == "cpu"
+    return SchedulerConfig(
+        num_rows=config.table_rows,
+        max_num_seqs=config.max_num_seqs,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_logprobs=config.max_logprobs,
+        max_stop_token_ids=config.max_stop_token_ids,
+        enable_prefix_caching=config.enable_prefix_caching,
+        # A GPU prefers one straight line of kernels to branches, and scatters are cheap there.
+        use_cond=on_cpu,
+        max_retirements=min(16, config.table_rows) if on_cpu else config.table_rows,
+        evict_batch=min(max(config.num_blocks // 64, MIN_EVICT_BATCH), MAX_EVICT_BATCH),
+        watermark_blocks=config.num_blocks // 100,
+    )
+
+
+def _name(model: str | Path) -> str:
+    path = Path(model)
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+def _silent(sizes: Sequence[int]) -> Sequence[int]:
+    return sizes
+
+
+def _bar(sizes: Sequence[int]) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(sizes, desc="compiling steps", unit="size")

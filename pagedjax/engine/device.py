@@ -1,0 +1,160 @@
+"""The state on the device and the few compiled functions that advance it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.execute import StepConfig
+from pagedjax.core.invariants import check_invariants
+from pagedjax.core.requests import RequestParams, abort, add_request
+from pagedjax.core.schedule import retire
+from pagedjax.core.state import NULL, EngineState, SchedulerState, StepOutput
+from pagedjax.core.step import init_state, step
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Ended:
+    """What the host learns when rows are ended outside a step."""
+
+    status: jax.Array  #: [S] int32
+    num_free_blocks: jax.Array  #: [] int32
+
+
+def end_rows(
+    state: SchedulerState, rows: jax.Array, *, config: SchedulerConfig
+) -> tuple[SchedulerState, Ended]:
+    """Abort rows and release what has ended, between two steps.
+
+    Args:
+      rows: [S] bool; rows that are not waiting or running are left alone.
+    """
+    state = retire(config, abort(state, rows))
+    return state, Ended(status=state.rows.status, num_free_blocks=state.blocks.num_free)
+
+
+class Device:
+    """Holds the only reference to the engine's state; every call replaces it (it is donated).
+
+    Nothing here waits for the device except `read` and `check`.
+    """
+
+    def __init__(
+        self, params: Any, config: StepConfig, *, kv_dtype: Any, buckets: Sequence[int]
+    ) -> None:
+        self._config = config
+        self._kv_dtype = kv_dtype
+        # Everything is committed to one device from the start: a state that is uncommitted in the
+        # first step and committed in the second would be compiled for twice.
+        self._device = next(iter(jax.tree.leaves(params)[0].devices()))
+        self._params = jax.device_put(params, self._device)
+        self._state = self._fresh_state()
+        self._steps = {size: _step_function(config, size) for size in buckets}
+        self._add, self._end, self._check = _scheduler_functions(config.scheduler)
+
+    def _fresh_state(self) -> EngineState:
+        return jax.device_put(init_state(self._config, kv_dtype=self._kv_dtype), self._device)
+
+    @property
+    def name(self) -> str:
+        """Platform and kind, for people."""
+        return f"{self._device.platform} ({self._device.device_kind})"
+
+    @property
+    def state(self) -> EngineState:
+        """The state as it will be when everything launched has run. The next call consumes it."""
+        return self._state
+
+    def warm_up(self, progress: Callable[[Sequence[int]], Any]) -> None:
+        """Compile and run everything once, then start again from an idle state.
+
+        Args:
+          progress: wraps the list of bucket sizes, to show how far it is.
+        """
+        sizes = self._config.scheduler
+        nobody = np.zeros(sizes.num_rows, bool)
+        request = RequestParams(
+            max_total_tokens=np.int32(2),
+            min_output_tokens=np.int32(0),
+            stop_token_ids=np.full(sizes.max_stop_token_ids, NULL, np.int32),
+            temperature=np.float32(0),
+            top_k=np.int32(0),
+            top_p=np.float32(1),
+            min_p=np.float32(0),
+            seed=np.uint32(0),
+            num_logprobs=np.int32(-1),
+            salt=np.uint32(0),
+        )
+        self.add(0, [0], request)
+        jax.device_get(self.end(~nobody))
+        for size in progress(sorted(self._steps, reverse=True)):
+            self.read(self.launch(size))
+        self._state = None  # two pools at once may not fit
+        self._state = self._fresh_state()
+
+    def num_compiled(self) -> int:
+        """Compiled programs so far; constant after `warm_up`."""
+        functions = [*self._steps.values(), self._add, self._end]
+        return sum(function._cache_size() for function in functions)
+
+    def add(self, row: int, token_ids: Sequence[int], request: RequestParams) -> None:
+        """Put a request into an EMPTY row."""
+        # A new array each time: the device may read it in place, later.
+        padded = np.zeros(self._config.scheduler.max_padded_len, np.int32)
+        padded[: len(token_ids)] = token_ids
+        scheduler = self._add(
+            self._state.scheduler, np.int32(row), padded, np.int32(len(token_ids)), request
+        )
+        self._state = dataclasses.replace(self._state, scheduler=scheduler)
+
+    def end(self, rows: np.ndarray) -> Ended:
+        """Abort rows [S] bool, release what has ended."""
+        scheduler, ended = self._end(self._state.scheduler, rows)
+        self._state = dataclasses.replace(self._state, scheduler=scheduler)
+        return ended
+
+    def launch(self, num_tokens: int) -> StepOutput:
+        """Start a step of this bucket; the output is a promise."""
+        self._state, output = self._steps[num_tokens](self._params, self._state)
+        for leaf in jax.tree.leaves(output):
+            leaf.copy_to_host_async()
+        return output
+
+    def read(self, output: Any) -> Any:
+        """Wait for what `launch` or `end` returned; numpy arrays."""
+        return jax.device_get(output)
+
+    def check(self) -> None:
+        """Raise `AssertionError` naming the invariants that the state breaks. Waits; slow."""
+        counts = dataclasses.asdict(jax.device_get(self._check(self._state.scheduler)))
+        broken = {name: int(count) for name, count in counts.items() if count}
+        if broken:
+            raise AssertionError(f"the engine's state is corrupt: {broken}")
+
+
+# Engines of equal configuration share their compiled programs.
+
+
+@functools.lru_cache(maxsize=256)
+def _step_function(config: StepConfig, num_tokens: int) -> Any:
+    return _jit(step, donate=1, config=config, num_tokens=num_tokens)
+
+
+@functools.lru_cache(maxsize=64)
+def _scheduler_functions(config: SchedulerConfig) -> tuple[Any, Any, Any]:
+    add = _jit(add_request, donate=0, config=config)
+    end = _jit(end_rows, donate=0, config=config)
+    return add, end, jax.jit(functools.partial(check_invariants, config=config))
+
+
+def _jit(function: Callable, *, donate: int, **static: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args):
+        return function(*args, **static)
+
+    return jax.jit(call, donate_argnums=donate)

@@ -1,0 +1,341 @@
+"""The engine: the one mutable object. It feeds the pure step and reads what comes of it."""
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pagedjax.config import EngineConfig
+from pagedjax.core.execute import StepConfig
+from pagedjax.core.state import ErrorCode, FinishReason, Status, StepOutput
+from pagedjax.engine.buckets import choose_bucket
+from pagedjax.engine.device import Device
+from pagedjax.engine.errors import InvalidRequestError, QueueFullError
+from pagedjax.engine.request import Request, check_request
+from pagedjax.engine.rows import RowBook
+from pagedjax.engine.stats import EngineStats, StatsKeeper
+from pagedjax.outputs import RequestOutput
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.tokenizers import Tokenizer
+
+ERRORS = {
+    ErrorCode.IMPOSSIBLE: "the request can never fit the KV pool or the request table",
+    ErrorCode.NAN_LOGITS: "the model gave NaN or infinite logits for this request",
+}
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step that runs on the device."""
+
+    step: int
+    num_tokens: int
+    output: StepOutput
+
+
+class Engine:
+    """Continuous batching over a pure step.
+
+    `add_request` and `abort` may be called from any thread. `step` belongs to one thread; it
+    launches the next step before it reads the last one, so the device never waits for the host.
+
+    Args:
+      params: the model's pytree, on the device to use.
+      step_config: static sizes and the model's functions.
+      tokenizer: see `pagedjax.tokenizers`.
+      config: with `token_buckets` decided (`pagedjax.memory.fill_sizes`).
+      kv_dtype: of the KV pool.
+      model_name: how the model is called towards users.
+      eos_token_ids: tokens that end a request unless it ignores them.
+      clock: seconds, for statistics only.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        step_config: StepConfig,
+        tokenizer: Tokenizer,
+        *,
+        config: EngineConfig,
+        kv_dtype: Any,
+        model_name: str = "model",
+        eos_token_ids: Sequence[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.eos_token_ids = tuple(
+            tokenizer.eos_token_ids if eos_token_ids is None else eos_token_ids
+        )
+        sizes = step_config.scheduler
+        self.vocab_size = step_config.model.vocab_size
+        self.max_model_len = sizes.max_model_len
+        self.num_blocks = sizes.num_blocks
+        self.block_size = sizes.block_size
+        self._sizes = sizes
+        self._buckets = tuple(config.buckets)
+        self._device = Device(params, step_config, kv_dtype=kv_dtype, buckets=self._buckets)
+        self._clock = clock
+        self._check_each_step = config.check_invariants
+        self._in_flight: deque[_Launched] = deque()
+        self._rows = RowBook(sizes)
+        # Guards the three below, and nothing that takes long. Reentrant, since the collector may
+        # run a stream's finalizer, which aborts, in any thread at any time.
+        self._lock = threading.RLock()
+        self._queue: deque[Request] = deque()
+        self._aborts: set[str] = set()
+        self._requests: dict[str, Request] = {}
+        self._counter = itertools.count()
+        self._stats = StatsKeeper(num_blocks=sizes.num_blocks, block_size=sizes.block_size)
+
+    # -- any thread ------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        prompt_text: str | None = None,
+    ) -> None:
+        """Queue a request; its outputs come from `step`.
+
+        Args:
+          prompt: text, or token ids.
+          add_special_tokens: whether encoding text adds what the checkpoint says belongs there.
+          prompt_text: text to report for a prompt that is given as token ids.
+
+        Raises:
+          InvalidRequestError: (a ValueError) it can never be served; names the limit.
+          QueueFullError: too many requests wait.
+        """
+        params = SamplingParams() if params is None else params
+        text = prompt if isinstance(prompt, str) else prompt_text
+        token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
+        total = self.check(token_ids, params)
+        request = Request(
+            request_id,
+            text,
+            token_ids,
+            params,
+            seed=self._seed(params),
+            max_total_tokens=total,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+        )
+        request.arrival_time_s = self._clock()
+        with self._lock:
+            if request_id in self._requests:
+                raise InvalidRequestError(
+                    f"request_id {request_id!r} is already in use", param="request_id"
+                )
+            if self._room() < 1:
+                self._stats.refused += 1
+                raise QueueFullError(
+                    f"{len(self._queue)} requests are waiting; max_queue_size is "
+                    f"{self.config.max_queue_size}. Try again later."
+                )
+            self._requests[request_id] = request
+            self._queue.append(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request: one last output, with reason "abort". Unknown and ended ones are left
+        alone."""
+        with self._lock:
+            if request_id in self._requests:
+                self._aborts.add(request_id)
+
+    def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; `InvalidRequestError` for what is neither text nor token ids."""
+        if isinstance(prompt, str):
+            try:
+                return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            except ValueError as error:
+                raise InvalidRequestError(str(error), param="prompt") from error
+        token_ids = list(prompt)
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
+                raise InvalidRequestError(
+                    f"prompt must be text or integer token ids, got {token_id!r}", param="prompt"
+                )
+        return [int(token_id) for token_id in token_ids]
+
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
+        """Refuse a request that can never be served; -> prompt and output tokens at most."""
+        return check_request(
+            token_ids,
+            params,
+            eos_token_ids=self.eos_token_ids,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            # The last token of a sequence is never computed and needs no slot.
+            max_pool_tokens=self.num_blocks * self.block_size + 1,
+            max_logprobs=self._sizes.max_logprobs,
+            max_stop_token_ids=self._sizes.max_stop_token_ids,
+        )
+
+    def num_free_places(self) -> int:
+        """Requests that `add_request` would take now."""
+        with self._lock:
+            return self._room()
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do; False when idle with every block given back."""
+        with self._lock:
+            waiting = bool(self._queue or self._aborts)
+        return waiting or bool(self._in_flight) or self._rows.num_taken > 0
+
+    def stats(self) -> EngineStats:
+        """A snapshot of load and totals."""
+        with self._lock:
+            return self._stats.snapshot(num_queued=len(self._queue))
+
+    @property
+    def device_name(self) -> str:
+        """The device it runs on, in words."""
+        return self._device.name
+
+    def num_compiled(self) -> int:
+        """Compiled programs; constant after `warm_up`."""
+        return self._device.num_compiled()
+
+    # -- the engine's thread ---------------------------------------------------------------------
+
+    def warm_up(self, progress: Callable[[Sequence[int]], Any] = lambda sizes: sizes) -> None:
+        """Compile every bucket; afterwards nothing is compiled again. Call it before requests."""
+        if self.has_work():
+            raise RuntimeError("warm_up must come before the first request")
+        self._device.warm_up(progress)
+
+    def step(self) -> list[RequestOutput]:
+        """Launch the next step, read the one before; -> what is new, one delta per request.
+
+        Does not wait when there is nothing to read yet. Raises whatever the device raises: the
+        engine is unusable then.
+        """
+        aborted = self._feed()
+        launched = self._launch()
+        if len(self._in_flight) > (1 if launched else 0):
+            return aborted + self._read()
+        if not launched and self._rows.num_taken:
+            self._give_back()
+        return aborted
+
+    def _feed(self) -> list[RequestOutput]:
+        """Hand aborts and queued requests to the device."""
+        outputs = []
+        with self._lock:
+            aborts, self._aborts = self._aborts, set()
+            ended = [self._requests.pop(i) for i in aborts if i in self._requests]
+            if ended:
+                gone = set(map(id, ended))
+                self._queue = deque(r for r in self._queue if id(r) not in gone)
+            rows = self._rows.free_rows(len(self._queue))
+            placed = [(row, self._queue.popleft()) for row in rows]
+            for row, request in placed:
+                self._rows.take(row, request)
+        for request in ended:
+            self._rows.let_go(request)
+            outputs.append(request.end("abort"))
+            self._stats.finished("abort", request, self._clock())
+        mask = self._rows.take_rows_to_end()
+        if mask is not None:
+            self._device.end(mask)
+        for row, request in placed:
+            self._device.add(
+                row,
+                request.prompt_token_ids,
+                request.device_params(self._sizes.max_stop_token_ids),
+            )
+        return outputs
+
+    def _launch(self) -> bool:
+        """Start the next step if, as far as the host can tell, it has something to compute."""
+        work = self._rows.forecast([launched.num_tokens for launched in self._in_flight])
+        if work is None:
+            return False
+        size = choose_bucket(*work, self._buckets)
+        output = self._device.launch(size)
+        self._in_flight.append(_Launched(self._rows.launched(), size, output))
+        if self._check_each_step:
+            self._device.check()
+        return True
+
+    def _read(self) -> list[RequestOutput]:
+        launched = self._in_flight.popleft()
+        output = self._device.read(launched.output)
+        now = self._clock()
+        deltas = []
+        for row, request in self._rows.update(output, launched.step, launched.num_tokens):
+            delta = self._advance(request, row, output, now)
+            if delta is not None:
+                deltas.append(delta)
+        self._stats.stepped(output, launched.num_tokens)
+        return deltas
+
+    def _advance(self, request: Request, row: int, output, now: float) -> RequestOutput | None:
+        """What one row's part of an output means for its request."""
+        if request.num_cached_tokens is None and output.status[row] != Status.WAITING:
+            request.num_cached_tokens = int(output.num_hit_tokens[row])
+        finished = output.status[row] == Status.FINISHED
+        reason = output.finish_reason[row]
+        try:
+            if finished and reason == FinishReason.ERROR:
+                code = int(output.error[row])
+                delta = request.end("error", ERRORS.get(code, f"error {code}"))
+            elif output.token_ids[row] >= 0:
+                delta = self._push(request, row, output, finished)
+                self._stats.token(request, now)
+            else:
+                return None
+        except Exception as error:  # the host's part of one request must not harm the others
+            delta = request.fail(f"{type(error).__name__}: {error}")
+        if delta.finished:
+            self._rows.let_go(request, ended_on_device=bool(finished))
+            with self._lock:
+                self._requests.pop(request.request_id, None)
+            self._stats.finished(request.finish_reason, request, now)
+        return delta
+
+    def _push(self, request: Request, row: int, output, finished: bool) -> RequestOutput:
+        rank = output.rank[row]
+        wants_top = bool(request.params.logprobs)
+        return request.push(
+            int(output.token_ids[row]),
+            stopped=bool(finished and output.finish_reason[row] == FinishReason.STOP),
+            last=bool(finished),
+            logprob=float(output.logprob[row]),
+            top_token_ids=output.top_token_ids[rank] if wants_top else _NO_IDS,
+            top_logprobs=output.top_logprobs[rank] if wants_top else _NO_LOGPROBS,
+        )
+
+    def _give_back(self) -> None:
+        """Idle: release the rows of requests that have ended, without a step."""
+        ended = self._device.read(self._device.end(np.zeros(self._sizes.num_rows, bool)))
+        self._rows.settle(ended.status)
+        self._stats.idle(int(ended.num_free_blocks))
+
+    def _room(self) -> int:
+        waiting = len(self._queue) - self._rows.num_free
+        return self.config.max_queue_size - waiting
+
+    def _seed(self, params: SamplingParams) -> int:
+        """The request's own seed, or one drawn from the engine's and a counter (splitmix64)."""
+        if params.seed is not None:
+            return params.seed_bits
+        mask = (1 << 64) - 1
+        x = ((self.config.seed << 32) + next(self._counter) + 1) * 0x9E3779B97F4A7C15 & mask
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+        return (x ^ (x >> 31)) & 0xFFFFFFFF
+
+
+_NO_IDS = np.zeros(0, np.int32)
+_NO_LOGPROBS = np.zeros(0, np.float32)

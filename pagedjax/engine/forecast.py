@@ -1,0 +1,98 @@
+"""What the next step will find to do, from what the last outputs said.
+
+Steps are launched before the output of the one before has been read. To choose a bucket the host
+therefore plays the scheduler's rule forward: the same order, the same budget, the same growth by
+one token. Three things it cannot know: stop tokens, what admission finds in the prefix cache
+(`pagedjax.engine.prefix_forecast` estimates it), and preemption. A wrong guess costs padding or a
+delay of a step, never a wrong token, and the next output sets it right.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Limits of the scheduler that the forecast follows."""
+
+    max_num_seqs: int
+    max_admissions: int
+    block_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Live rows in the scheduler's order: running before waiting, older before newer. All [n].
+
+    Attributes:
+      running: bool.
+      total: int, tokens known, prompt and output.
+      computed: int, of them computed; for waiting rows, expected in the prefix cache.
+      most: int, the row ends when `total` gets there.
+      unseen: int, steps in flight that were launched before the row was there.
+      num_available_blocks: free or evictable.
+      admitting: False when the head of the queue is known not to fit into memory.
+    """
+
+    running: np.ndarray
+    total: np.ndarray
+    computed: np.ndarray
+    most: np.ndarray
+    unseen: np.ndarray
+    num_available_blocks: int
+    admitting: bool
+
+
+def grants(rows: Rows, num_tokens: int, sizes: Sizes) -> np.ndarray:
+    """[n] int: tokens that a step of this budget computes of each row."""
+    taking_part = rows.running | _candidates(rows, num_tokens, sizes)
+    want = np.where(taking_part, rows.total - rows.computed, 0)
+    return np.clip(num_tokens - (np.cumsum(want) - want), 0, want)
+
+
+def advance(rows: Rows, num_tokens: int, sizes: Sizes) -> Rows:
+    """The rows after a step of this budget; those that reach their length are gone."""
+    grant = grants(rows, num_tokens, sizes)
+    computed = rows.computed + grant
+    sampled = (grant > 0) & (computed == rows.total)
+    total = rows.total + sampled
+    stay = total < rows.most
+    used = _new_blocks(rows.computed, computed, sizes).sum()
+    return replace(
+        rows,
+        running=(rows.running | (grant > 0))[stay],
+        total=total[stay],
+        computed=computed[stay],
+        most=rows.most[stay],
+        unseen=np.maximum(rows.unseen - 1, 0)[stay],
+        num_available_blocks=rows.num_available_blocks - int(used),
+    )
+
+
+def demand(rows: Rows, sizes: Sizes) -> tuple[int, int]:
+    """(rows that need one token, tokens that all other rows need) at the next step.
+
+    Waiting rows count as far as they can be admitted: places, admissions a step, free blocks.
+    """
+    left = rows.total - rows.computed
+    decoding = rows.running & (left == 1)
+    running_prefill = int(left[rows.running & ~decoding].sum())
+    growth = int(_new_blocks(rows.computed, rows.total, sizes)[rows.running].sum())
+    room = max(rows.num_available_blocks - growth, 0) * sizes.block_size
+    waiting = int(left[_candidates(rows, sizes.max_num_seqs, sizes)].sum())
+    return int(decoding.sum()), running_prefill + min(waiting, room)
+
+
+def _candidates(rows: Rows, num_tokens: int, sizes: Sizes) -> np.ndarray:
+    """[n] bool: waiting rows that a step may admit."""
+    num_running = int(rows.running.sum())
+    if not rows.admitting and num_running:
+        return np.zeros(len(rows.running), bool)
+    rank = np.arange(len(rows.running))
+    end = min(num_running + sizes.max_admissions, sizes.max_num_seqs, max(num_tokens, 1))
+    return ~rows.running & (rank < end) & (rows.unseen == 0)
+
+
+def _new_blocks(before: np.ndarray, after: np.ndarray, sizes: Sizes) -> np.ndarray:
+    return -(-after // sizes.block_size) + (-before // sizes.block_size)

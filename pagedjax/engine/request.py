@@ -1,0 +1,255 @@
+"""What the host keeps of one request: its text, its stop strings, its log-probabilities."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagedjax.core.requests import RequestParams
+from pagedjax.core.state import NULL
+from pagedjax.engine.errors import InvalidRequestError
+from pagedjax.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.tokenizers import IncrementalDetokenizer, StopChecker, Tokenizer
+
+
+class Request:
+    """One request from its arrival to its end. Not thread-safe: the engine's thread drives it.
+
+    Attributes:
+      max_total_tokens: prompt and output tokens together at most.
+      num_output_tokens: tokens so far.
+      num_cached_tokens: prompt tokens found in the prefix cache; None before the first step.
+      finish_reason: None while it runs.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_total_tokens: int,
+        tokenizer: Tokenizer,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.seed = seed
+        self.max_total_tokens = max_total_tokens
+        self.num_output_tokens = 0
+        self.num_cached_tokens: int | None = None
+        self.finish_reason: str | None = None
+        self.arrival_time_s = 0.0
+        self.first_token_time_s: float | None = None
+        self.last_token_time_s: float | None = None
+        self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._output_token_ids: list[int] = []
+        self._cumulative_logprob = 0.0
+        self._detokenizer = None
+        self._stop = None
+        if params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+            )
+            self._stop = StopChecker(
+                params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt_token_ids + self._output_token_ids
+
+    def push(
+        self,
+        token_id: int,
+        *,
+        stopped: bool,
+        last: bool,
+        logprob: float,
+        top_token_ids: np.ndarray,
+        top_logprobs: np.ndarray,
+    ) -> RequestOutput:
+        """Take the next token; -> what is new.
+
+        Args:
+          stopped: it is one of the request's stop token ids.
+          last: the request ends with it because of its length.
+          logprob: its log-probability; read only if the request asked for it.
+          top_token_ids, top_logprobs: [P], the most likely tokens, if it asked for them.
+        """
+        self.num_output_tokens += 1
+        self._output_token_ids.append(token_id)
+        text, stop_reason = self._advance_text(token_id, stopped, last)
+        if stop_reason is not None:
+            self.finish_reason = "stop"
+        elif stopped:
+            self.finish_reason = "stop"
+            stop_reason = None if token_id in self._eos_token_ids else token_id
+        elif last:
+            self.finish_reason = "length"
+        logprobs = None
+        if self.params.logprobs is not None:
+            self._cumulative_logprob += logprob
+            logprobs = [self._logprobs(token_id, logprob, top_token_ids, top_logprobs)]
+        return self._output(text, [token_id], logprobs, stop_reason)
+
+    def end(self, reason: str, error: str | None = None) -> RequestOutput:
+        """End it from outside ("abort" or "error"); -> the text that was still held back."""
+        text = ""
+        if self._detokenizer is not None:
+            text = self._stop.push(self._detokenizer.finish(), 0).text + self._stop.flush()
+        self.finish_reason = reason
+        return self._output(text, [], None, None, error)
+
+    def fail(self, error: str) -> RequestOutput:
+        """End it because the host's own part of it went wrong; whatever text was held is lost."""
+        self.finish_reason = "error"
+        return self._output("", [], None, None, error)
+
+    def _advance_text(self, token_id: int, stopped: bool, last: bool) -> tuple[str, str | None]:
+        """-> (new text, stop string that ended the request or None)."""
+        if self._detokenizer is None:
+            return "", None
+        text = ""
+        # As in vLLM, a stop token gives text only if stop strings do.
+        if not stopped or self.params.include_stop_str_in_output:
+            text = self._detokenizer.push([token_id])
+        text = self._stop.push(text).text
+        if self._stop.stop_string is None and (stopped or last):
+            text += self._stop.push(self._detokenizer.finish(), 0).text
+            text += self._stop.flush()
+        return text, self._stop.stop_string
+
+    def _logprobs(self, token_id, logprob, top_token_ids, top_logprobs) -> TokenLogprobs:
+        top = list(zip(top_token_ids.tolist(), top_logprobs.tolist(), strict=True))
+        rank = next((i for i, (other, _) in enumerate(top, 1) if other == token_id), None)
+        entries = {token_id: Logprob(logprob, rank, self._text(token_id))}
+        for i, (other, value) in enumerate(top[: self.params.logprobs], 1):
+            entries.setdefault(other, Logprob(value, i, self._text(other)))
+        return entries
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.vocabulary.token_bytes[token_id].decode("utf-8", "replace")
+
+    def _output(self, text, token_ids, logprobs, stop_reason, error=None) -> RequestOutput:
+        completion = CompletionOutput(
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=(None if self.params.logprobs is None else self._cumulative_logprob),
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=stop_reason,
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[completion],
+            finished=self.finish_reason is not None,
+            num_cached_tokens=self.num_cached_tokens,
+            error=error,
+        )
+
+    def device_params(self, max_stop_token_ids: int) -> RequestParams:
+        """What the core needs to know of it, as numpy scalars of fixed types."""
+        params = self.params
+        stop_ids = np.full(max_stop_token_ids, NULL, np.int32)
+        wanted = stop_token_ids(params, self._eos_token_ids)
+        stop_ids[: len(wanted)] = wanted
+        return RequestParams(
+            max_total_tokens=np.int32(self.max_total_tokens),
+            min_output_tokens=np.int32(params.min_tokens),
+            stop_token_ids=stop_ids,
+            temperature=np.float32(params.temperature),
+            top_k=np.int32(params.top_k),
+            top_p=np.float32(params.top_p),
+            min_p=np.float32(params.min_p),
+            seed=np.uint32(self.seed),
+            num_logprobs=np.int32(-1 if params.logprobs is None else params.logprobs),
+            salt=np.uint32(0),
+        )
+
+
+def stop_token_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
+    """Every token id that ends a request: its own and, unless ignored, end-of-sequence."""
+    wanted = set(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        wanted |= set(eos_token_ids)
+    return sorted(wanted)
+
+
+def check_request(
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    eos_token_ids: Sequence[int],
+    vocab_size: int,
+    max_model_len: int,
+    max_pool_tokens: int,
+    max_logprobs: int,
+    max_stop_token_ids: int,
+) -> int:
+    """Refuse what can never be served; -> prompt and output tokens at most.
+
+    Raises `InvalidRequestError` naming the field, the value given and the limit.
+    """
+    num_prompt = len(prompt_token_ids)
+    _check_prompt(prompt_token_ids, vocab_size)
+    limit = min(max_model_len, max_pool_tokens)
+    limit_name = (
+        "max_model_len" if max_model_len <= max_pool_tokens else "the size of the KV pool in tokens"
+    )
+    if num_prompt >= limit:
+        raise InvalidRequestError(
+            f"prompt has {num_prompt} tokens; it must have at most {limit - 1}, since prompt and "
+            f"output together may have {limit} ({limit_name})",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if params.max_tokens is not None and num_prompt + params.max_tokens > limit:
+        raise InvalidRequestError(
+            f"max_tokens is {params.max_tokens}; after a prompt of {num_prompt} tokens it must be "
+            f"at most {limit - num_prompt}, since prompt and output together may have {limit} "
+            f"({limit_name})",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    if params.logprobs is not None and params.logprobs > max_logprobs:
+        raise InvalidRequestError(
+            f"logprobs must be at most {max_logprobs} (max_logprobs), got {params.logprobs}",
+            param="logprobs",
+        )
+    wanted = stop_token_ids(params, eos_token_ids)
+    if len(wanted) > max_stop_token_ids:
+        raise InvalidRequestError(
+            f"stop_token_ids and the model's end-of-sequence tokens are {len(wanted)} ids; at "
+            f"most {max_stop_token_ids} (max_stop_token_ids) are accepted",
+            param="stop_token_ids",
+        )
+    outside = [i for i in wanted if not 0 <= i < vocab_size]
+    if outside:
+        raise InvalidRequestError(
+            f"stop_token_ids must be from 0 to {vocab_size - 1}, got {outside[0]}",
+            param="stop_token_ids",
+        )
+    output = limit - num_prompt if params.max_tokens is None else params.max_tokens
+    return num_prompt + output
+
+
+def _check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+    if not prompt_token_ids:
+        raise InvalidRequestError("prompt must have at least one token, got none", param="prompt")
+    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    if low < 0 or high >= vocab_size:
+        raise InvalidRequestError(
+            f"prompt token ids must be from 0 to {vocab_size - 1}, got {low if low < 0 else high}",
+            param="prompt",
+        )

@@ -1,0 +1,64 @@
+"""The model as the engine's core sees it: a static object with pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from pagedjax.models.config import ModelConfig
+from pagedjax.models.forward import Batch, compute_logits, forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaModel:
+    """The static model object that the engine's core is given: pure functions and the sizes they
+    imply.
+    """
+
+    config: ModelConfig
+    attention: str | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with keys and values in the pool."""
+        return self.config.num_hidden_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads a layer."""
+        return self.config.num_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements a head."""
+        return self.config.head_dim
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.config.vocab_size
+
+    def forward(
+        self,
+        params: dict[str, Any],
+        k_pool: jax.Array,
+        v_pool: jax.Array,
+        batch: Batch,
+        output_indices: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See ``forward.forward``."""
+        return forward(
+            params,
+            k_pool,
+            v_pool,
+            batch,
+            config=self.config,
+            attention=self.attention,
+            output_indices=output_indices,
+        )
+
+    def compute_logits(self, params: dict[str, Any], hidden: jax.Array) -> jax.Array:
+        """See ``forward.compute_logits``."""
+        return compute_logits(params, hidden, config=self.config)

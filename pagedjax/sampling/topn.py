@@ -1,0 +1,67 @@
+"""Largest entries of long rows, exactly, without a sort: chunk maxima, then a few chunks."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK = 128
+"""Tokens per chunk."""
+
+
+def pad_to_multiple(x: jax.Array, multiple: int) -> jax.Array:
+    """[b, V] padded with -inf to the next multiple of V; the same array if it is one already."""
+    extra = -x.shape[-1] % multiple
+    return jnp.pad(x, ((0, 0), (0, extra)), constant_values=-jnp.inf) if extra else x
+
+
+def max_and_argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest entry of each row and the lowest index that holds it: [b] float32, [b] int32.
+
+    A row with NaN or +inf anywhere gives +inf (XLA's CPU backend may drop NaN from a maximum, so it
+    is turned into +inf first), and then the index means nothing.
+
+    A plain `jnp.argmax` compiles to one scalar loop on CPU; maxima of chunks are vectorised, and
+    only the chunk that holds the maximum is searched.
+    """
+    b = x.shape[0]
+    chunks = pad_to_multiple(x, CHUNK).reshape(b, -1, CHUNK)
+    inf = jnp.float32(jnp.inf)
+    maxima = jnp.max(jnp.where(chunks < inf, chunks, inf), axis=-1)
+    largest = jnp.max(maxima, axis=-1)
+    chunk = _first(maxima == largest[:, None])
+    inside = jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0]
+    return largest, chunk * CHUNK + _first(inside == largest[:, None])
+
+
+def _first(mask: jax.Array) -> jax.Array:
+    n = mask.shape[-1]
+    index = jnp.min(jnp.where(mask, jnp.arange(n, dtype=jnp.int32), n), axis=-1)
+    return jnp.minimum(index, n - 1)
+
+
+def top_n(x: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    """The n largest entries of each row, largest first, lowest index first among equals.
+
+    Args:
+      x: [b, V] float32 without NaN.
+      n: static, at most V.
+
+    Returns:
+      values [b, n] and indices [b, n] int32.
+
+    Every chunk that holds one of the n entries is among the n chunks with the largest maxima,
+    lowest chunk first among equals, so n chunks are enough. Zeros are made positive because
+    `lax.top_k` on CPU orders -0.0 below 0.0.
+    """
+    b = x.shape[0]
+    chunks = pad_to_multiple(x, CHUNK).reshape(b, -1, CHUNK)
+    maxima = _positive_zero(jnp.max(chunks, axis=-1))
+    picked = jnp.sort(lax.top_k(maxima, min(n, maxima.shape[-1]))[1], axis=-1)
+    candidates = jnp.take_along_axis(chunks, picked[:, :, None], axis=1)
+    values, at = lax.top_k(_positive_zero(candidates.reshape(b, -1)), n)
+    ids = jnp.take_along_axis(picked, at // CHUNK, axis=-1) * CHUNK + at % CHUNK
+    return values, ids
+
+
+def _positive_zero(x: jax.Array) -> jax.Array:
+    return jnp.where(x == 0, jnp.float32(0), x)

@@ -1,0 +1,132 @@
+"""`SamplingParams`: how one request wants its tokens chosen, under vLLM's names and defaults."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+_MAX_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """One request's sampling parameters; checked when built.
+
+    Filters apply in vLLM's order: temperature, min-p, top-k, top-p. See `pagedjax.sampling.sample`
+    for what each keeps exactly.
+
+    Raises:
+      ValueError: a value out of range; the message names the field, the value and the accepted
+        range.
+    """
+
+    n: int = 1
+    """Outputs per prompt. Only 1 for now."""
+    temperature: float = 1.0
+    """0 is greedy. Any positive value is used as it is, however small."""
+    top_p: float = 1.0
+    """In (0, 1]; 1 is off."""
+    top_k: int = 0
+    """At least 1; 0 or -1 is off (-1 becomes 0)."""
+    min_p: float = 0.0
+    """In [0, 1]; 0 is off."""
+    seed: int | None = None
+    """A signed or unsigned 64-bit number; with one, the same request gets the same tokens."""
+    stop: str | Iterable[str] | None = None
+    """Strings that end the output; kept as a tuple."""
+    stop_token_ids: Iterable[int] | None = None
+    """Tokens that end the output, beside the model's own; kept as a tuple without repeats."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token."""
+    max_tokens: int | None = 16
+    """At least 1; None is up to the model's length."""
+    min_tokens: int = 0
+    """No stop token is chosen, and no stop string ends the output, before this many tokens."""
+    logprobs: int | None = None
+    """None wants none; 0 the chosen token's; n also those of the n most likely."""
+    detokenize: bool = True
+    """Make text of the tokens. Stop strings need it."""
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        self._set("n", _integer("n", self.n, 1, 1, note=" (several outputs are not supported yet)"))
+        self._set("temperature", _real("temperature", self.temperature, 0, math.inf, "[0, inf)"))
+        self._set("top_p", _real("top_p", self.top_p, 0, 1, "(0, 1]"))
+        self._set("min_p", _real("min_p", self.min_p, 0, 1, "[0, 1]"))
+        top_k = _integer("top_k", self.top_k, -1, _MAX_INT32, note=" (0 or -1 is off)")
+        self._set("top_k", max(top_k, 0))
+        if self.seed is not None:
+            self._set("seed", _integer("seed", self.seed, -(2**63), 2**64 - 1))
+        self._set("stop", _stop_strings(self.stop))
+        self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        if self.max_tokens is not None:
+            self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, _MAX_INT32))
+        most = _MAX_INT32 if self.max_tokens is None else self.max_tokens
+        note = "" if self.max_tokens is None else " (max_tokens)"
+        self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, most, note=note))
+        if self.logprobs is not None:
+            self._set("logprobs", _integer("logprobs", self.logprobs, 0, _MAX_INT32))
+        for name in (
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "include_stop_str_in_output",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop must be empty when detokenize is False, got {self.stop!r}")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def seed_bits(self) -> int | None:
+        """The seed as the 32 bits the sampler takes: itself if it fits, mixed into them if not."""
+        if self.seed is None:
+            return None
+        bits = self.seed % 2**64
+        return (bits ^ ((bits >> 32) * 0x9E3779B1)) % 2**32
+
+
+def _integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> int:
+    wanted = str(low) if low == high else f"in [{low}, {high}]"
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
+        raise ValueError(
+            f"{name} must be {'an integer ' * (low != high)}{wanted}{note}, got {value!r}"
+        )
+    return int(value)
+
+
+def _real(name: str, value: Any, low: float, high: float, accepted: str) -> float:
+    wanted = f"{name} must be a number in {accepted}, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(wanted)
+    if not low <= value <= high or (accepted[0] == "(" and value == low):
+        raise ValueError(wanted)
+    return float(value)
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Iterable):
+        raise ValueError(f"stop must be a string or a list of strings, got {stop!r}")
+    strings = tuple(strings)
+    if not all(isinstance(s, str) and s for s in strings):
+        raise ValueError(f"stop must hold non-empty strings only, got {stop!r}")
+    return strings
+
+
+def _stop_token_ids(ids: Any) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise ValueError(f"stop_token_ids must be a list of integers, got {ids!r}")
+    # 2**31 - 1 is the sampler's "no token".
+    checked = (_integer("stop_token_ids", i, 0, _MAX_INT32 - 1) for i in ids)
+    return tuple(dict.fromkeys(checked))

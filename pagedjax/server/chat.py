@@ -1,0 +1,116 @@
+"""POST /v1/chat/completions."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from pagedjax.engine import AsyncEngine
+from pagedjax.engine.async_engine import OutputStream
+from pagedjax.outputs import Logprob, TokenLogprobs
+from pagedjax.server.errors import ApiError
+from pagedjax.server.protocol import ChatCompletionRequest
+from pagedjax.server.streams import Usage, collect, merge, submit
+
+
+class ChatHandler:
+    """One request to answer a conversation."""
+
+    def __init__(self, engine: AsyncEngine, body: ChatCompletionRequest, model: str) -> None:
+        from pagedjax.tokenizers import apply_chat_template
+
+        body.check()
+        self._body = body
+        self._tokenizer = engine.engine.tokenizer
+        self._model = model
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        params = body.to_params()
+        try:
+            prompt = apply_chat_template(self._tokenizer, body.template_messages())
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        self.streams: list[OutputStream] = submit(
+            engine, [prompt], params, add_special_tokens=False
+        )
+
+    async def answer(self, request: Any) -> dict[str, Any]:
+        """The whole answer."""
+        (output,) = await collect(request, self.streams)
+        usage = Usage()
+        usage.add(0, output)
+        completion = output.outputs[0]
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": self._logprobs(completion.token_ids, completion.logprobs),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        return self._envelope("chat.completion", [choice], usage.body())
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer piece by piece: the role, the text, the reason why it ended."""
+        yield self._chunk({"role": "assistant", "content": ""})
+        usage = Usage()
+        async for index, delta in merge(self.streams):
+            usage.add(index, delta)
+            completion = delta.outputs[0]
+            if completion.text or completion.logprobs:
+                logprobs = self._logprobs(completion.token_ids, completion.logprobs)
+                yield self._chunk({"content": completion.text}, logprobs=logprobs)
+            if completion.finish_reason:
+                yield self._chunk(
+                    {},
+                    finish_reason=completion.finish_reason,
+                    stop_reason=completion.stop_reason,
+                )
+        if self._body.include_usage:
+            yield self._envelope("chat.completion.chunk", [], usage.body())
+
+    def _chunk(
+        self, delta: dict[str, Any], logprobs: Any = None, finish_reason=None, stop_reason=None
+    ) -> dict[str, Any]:
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        if finish_reason:
+            choice["stop_reason"] = stop_reason
+        chunk = self._envelope("chat.completion.chunk", [choice], None)
+        if not self._body.include_usage:
+            del chunk["usage"]
+        return chunk
+
+    def _envelope(self, kind: str, choices: list[dict], usage: dict | None) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+            "usage": usage,
+        }
+
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
+    ) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        most = self._body.top_logprobs or 0
+        content = []
+        for chosen, places in zip(token_ids, logprobs, strict=True):
+            ranked = sorted(places.items(), key=lambda item: -item[1].logprob)[:most]
+            content.append(
+                {
+                    **self._entry(chosen, places[chosen]),
+                    "top_logprobs": [self._entry(i, entry) for i, entry in ranked],
+                }
+            )
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, entry: Logprob) -> dict[str, Any]:
+        data = self._tokenizer.vocabulary.token_bytes[token_id]
+        return {"token": entry.decoded_token, "logprob": entry.logprob, "bytes": list(data)}

@@ -1,0 +1,101 @@
+"""POST /v1/completions."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from pagedjax.engine import AsyncEngine
+from pagedjax.engine.async_engine import OutputStream
+from pagedjax.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from pagedjax.server.protocol import CompletionRequest
+from pagedjax.server.streams import Usage, collect, merge, submit
+
+
+class CompletionHandler:
+    """One request to complete one or more prompts."""
+
+    def __init__(self, engine: AsyncEngine, body: CompletionRequest, model: str) -> None:
+        body.check()
+        self._body = body
+        self._tokenizer = engine.engine.tokenizer
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._offsets: dict[int, int] = {}
+        self.streams: list[OutputStream] = submit(engine, body.prompts(), body.to_params())
+
+    async def answer(self, request: Any) -> dict[str, Any]:
+        """The whole answer."""
+        usage, choices = Usage(), []
+        for index, output in enumerate(await collect(request, self.streams)):
+            usage.add(index, output)
+            choices.append(self._choice(index, output, first=True))
+        return {**self._head, "choices": choices, "usage": usage.body()}
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer piece by piece."""
+        usage, started = Usage(), set()
+        extra = {"usage": None} if self._body.include_usage else {}
+        async for index, delta in merge(self.streams):
+            usage.add(index, delta)
+            first = index not in started
+            started.add(index)
+            if _is_news(delta.outputs[0]) or (first and self._body.echo):
+                choice = self._choice(index, delta, first=first)
+                yield {**self._head, "choices": [choice], **extra}
+        if self._body.include_usage:
+            yield {**self._head, "choices": [], "usage": usage.body()}
+
+    def _choice(self, index: int, output: RequestOutput, *, first: bool) -> dict[str, Any]:
+        completion = output.outputs[0]
+        text = completion.text
+        if self._body.echo and first:
+            prompt = output.prompt
+            if prompt is None:
+                prompt = self._tokenizer.decode(output.prompt_token_ids)
+            text = prompt + text
+        logprobs = None
+        if completion.logprobs is not None:
+            logprobs = self._logprobs(index, completion.token_ids, completion.logprobs)
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
+        tokens = [places[i].decoded_token for i, places in zip(token_ids, logprobs, strict=True)]
+        offset, offsets = self._offsets.get(index, 0), []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[index] = offset
+        most = self._body.logprobs
+        return {
+            "tokens": tokens,
+            "token_logprobs": [
+                places[i].logprob for i, places in zip(token_ids, logprobs, strict=True)
+            ],
+            "top_logprobs": [_top(places) if most else None for places in logprobs],
+            "text_offset": offsets,
+        }
+
+
+def _top(places: TokenLogprobs) -> dict[str, float]:
+    """By text, as OpenAI has it; of tokens with equal text the likeliest counts."""
+    top: dict[str, float] = {}
+    for entry in sorted(places.values(), key=lambda entry: -entry.logprob):
+        top.setdefault(entry.decoded_token, entry.logprob)
+    return top
+
+
+def _is_news(completion: CompletionOutput) -> bool:
+    return bool(completion.text or completion.logprobs or completion.finish_reason)

@@ -1,0 +1,84 @@
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from typing import Any
+
+from pagedjax.engine.errors import EngineDeadError, InvalidRequestError, QueueFullError
+
+_TYPES = {404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that clients expect."""
+        kind = _TYPES.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer that an exception amounts to."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        return ApiError(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), code="engine_dead")
+    return ApiError(500, f"internal error: {type(error).__name__}: {error}", code="internal_error")
+
+
+def install(app: Any) -> None:
+    """Let every error of a FastAPI app, its own ones too, have OpenAI's shape."""
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse
+    from starlette.exceptions import HTTPException
+
+    def answer(error: ApiError) -> JSONResponse:
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+        return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+    async def on_api_error(_request: Any, error: Exception) -> JSONResponse:
+        return answer(as_api_error(error))
+
+    async def on_validation(_request: Any, error: RequestValidationError) -> JSONResponse:
+        return answer(_validation_error(error.errors()))
+
+    async def on_http(request: Any, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"{request.method} {request.url.path}: {message}"
+        return answer(ApiError(error.status_code, message))
+
+    for kind in (ApiError, InvalidRequestError, QueueFullError, EngineDeadError, Exception):
+        app.add_exception_handler(kind, on_api_error)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+
+
+def _validation_error(errors: list[dict[str, Any]]) -> ApiError:
+    first = errors[0]
+    # ("body", "messages", 0, "role"); a union adds the names of its members, which say nothing.
+    place = [part for part in first["loc"] if part != "body"]
+    field = str(place[0]) if place and first["type"] != "json_invalid" else None
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
+    if field is None:
+        return ApiError(400, f"the body must be a JSON object: {first['msg']}")
+    if first["type"] == "extra_forbidden":
+        message = f"unknown field {field!r}"
+        return ApiError(400, message, param=field, code="unknown_field")
+    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place).lstrip(".")
+    return ApiError(400, f"{path}: {first['msg']}", param=field)

@@ -1,0 +1,202 @@
+"""What a request may say: OpenAI's fields, and vLLM's for what OpenAI cannot express.
+
+Every field of OpenAI's is known by name. One that this server does not implement is accepted only
+with the value that means "off", since OpenAI clients send those; any other value, and any unknown
+field, is refused.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.server.errors import ApiError
+
+# Values of fields that are not implemented, but mean what happens anyway.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "web_search_options": (),
+    "metadata": ({},),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Strict):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Request(_Strict):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    # names of the caller's own; they change nothing
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    # OpenAI's that are not implemented
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def check(self) -> None:
+        """Raise `ApiError` for a field that asks for something this server does not do."""
+        for name, harmless in _HARMLESS.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in harmless:
+                raise ApiError(
+                    400, f"{name} is not supported by this server", param=name, code="unsupported"
+                )
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """Sampling parameters; what is left out keeps OpenAI's default, which is ours."""
+        names = (
+            "temperature top_p seed stop top_k min_p min_tokens ignore_eos stop_token_ids "
+            "skip_special_tokens include_stop_str_in_output"
+        ).split()
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        try:
+            return SamplingParams(**given, **more)
+        except (ValueError, TypeError) as error:
+            fields = [name for name in (*given, *more) if str(error).startswith(name)]
+            param = max(fields, key=len, default=None)
+            raise ApiError(400, str(error), param=param) from error
+
+
+class CompletionRequest(_Request):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def check(self) -> None:
+        """See `_Request.check`."""
+        super().check()
+        if self.echo and self.logprobs is not None:
+            raise ApiError(
+                400,
+                "echo together with logprobs is not supported: no logprobs of the prompt",
+                param="echo",
+                code="unsupported",
+            )
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or more."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise ApiError(400, "prompt must have at least one entry", param="prompt")
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+
+    def to_params(self) -> SamplingParams:
+        """Sampling parameters; 16 tokens by default, as OpenAI does."""
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        return self.sampling_params(max_tokens=max_tokens, logprobs=self.logprobs)
+
+
+class Message(BaseModel):
+    """One message; other keys than these reach the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatCompletionRequest(_Request):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    function_call: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text", "audio"]] | None = None
+    audio: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    web_search_options: dict[str, Any] | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+
+    def check(self) -> None:
+        """See `_Request.check`."""
+        super().check()
+        both = None not in (self.max_tokens, self.max_completion_tokens)
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise ApiError(
+                400,
+                f"max_tokens ({self.max_tokens}) and max_completion_tokens "
+                f"({self.max_completion_tokens}) differ; give one",
+                param="max_tokens",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as the chat template takes them."""
+        return [message.model_dump(exclude_unset=True) for message in self.messages]
+
+    def to_params(self) -> SamplingParams:
+        """Sampling parameters; by default as many tokens as fit, as OpenAI does."""
+        max_tokens = self.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = self.max_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling_params(max_tokens=max_tokens, logprobs=logprobs)

@@ -1,0 +1,167 @@
+"""Reading several requests at once, and noticing that the client has gone."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from pagedjax.engine import AsyncEngine
+from pagedjax.engine.async_engine import OutputStream
+from pagedjax.outputs import CompletionOutput, RequestOutput
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.server.errors import ApiError, as_api_error
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def submit(
+    engine: AsyncEngine,
+    prompts: Sequence[str | list[int]],
+    params: SamplingParams,
+    **options: Any,
+) -> list[OutputStream]:
+    """Queue all prompts of one HTTP request, or none."""
+    streams: list[OutputStream] = []
+    try:
+        for prompt in prompts:
+            streams.append(engine.generate(prompt, params, **options))
+    except BaseException:
+        close(streams)
+        raise
+    return streams
+
+
+def close(streams: Sequence[OutputStream]) -> None:
+    """Abort what still runs."""
+    for stream in streams:
+        stream.close()
+
+
+async def merge(streams: Sequence[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """Deltas of all streams as they come, with the place of their stream.
+
+    Raises `ApiError` when a request fails or is aborted from elsewhere. However it ends, whatever
+    still runs is aborted.
+    """
+    try:
+        if len(streams) == 1:
+            async for delta in streams[0]:
+                yield 0, _checked(delta)
+            return
+        async for item in _merge_many(streams):
+            yield item
+    finally:
+        close(streams)
+
+
+async def _merge_many(streams):
+    queue: asyncio.Queue = asyncio.Queue()
+
+    async def pump(index: int, stream: OutputStream) -> None:
+        try:
+            async for delta in stream:
+                queue.put_nowait((index, delta))
+        except Exception as error:
+            queue.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        running = len(streams)
+        while running:
+            index, delta = await queue.get()
+            if isinstance(delta, Exception):
+                raise delta
+            running -= delta.finished
+            yield index, _checked(delta)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _checked(delta: RequestOutput) -> RequestOutput:
+    reason = delta.outputs[0].finish_reason
+    if reason == "error":
+        raise ApiError(500, delta.error or "the request failed", code="generation_error")
+    if reason == "abort":
+        raise ApiError(503, "the request was aborted by the server", code="aborted")
+    return delta
+
+
+async def collect(request: Any, streams: Sequence[OutputStream]) -> list[RequestOutput]:
+    """The whole output of every stream, in order.
+
+    Raises `ClientGoneError`, with everything aborted, when the client disconnects meanwhile.
+    """
+    work = asyncio.create_task(_gather(streams))
+    watch = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientGoneError
+        return work.result()
+    finally:
+        work.cancel()
+        watch.cancel()
+        close(streams)
+
+
+async def _gather(streams: Sequence[OutputStream]) -> list[RequestOutput]:
+    results: list[RequestOutput | None] = [None] * len(streams)
+    async for index, delta in merge(streams):
+        if results[index] is None:
+            results[index] = RequestOutput(
+                request_id=delta.request_id,
+                prompt=delta.prompt,
+                prompt_token_ids=delta.prompt_token_ids,
+                outputs=[CompletionOutput()],
+            )
+        results[index].add(delta)
+    return results
+
+
+async def _disconnected(request: Any) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Any]:
+    """Chunks as server-sent events, an error as the last chunk, then [DONE]."""
+    from sse_starlette import ServerSentEvent
+
+    def event(data: str) -> ServerSentEvent:
+        return ServerSentEvent(data=data, sep="\n")
+
+    try:
+        async for chunk in chunks:
+            yield event(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+    except Exception as error:
+        # The status has been sent; OpenAI's client raises when a chunk holds an error.
+        yield event(json.dumps(as_api_error(error).body()))
+    yield event("[DONE]")
+
+
+class Usage:
+    """Token counts of one HTTP request."""
+
+    def __init__(self) -> None:
+        self._prompt: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+        self._output = 0
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Count a delta, or a whole output, of the prompt at this place."""
+        self._prompt[index] = len(output.prompt_token_ids)
+        self._cached[index] = output.num_cached_tokens or 0
+        self._output += len(output.outputs[0].token_ids)
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        prompt = sum(self._prompt.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._output,
+            "total_tokens": prompt + self._output,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }

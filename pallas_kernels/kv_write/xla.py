@@ -1,0 +1,40 @@
+"""``write_kv`` as one scatter per pool."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.pool import to_storage
+
+
+def write_kv(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    layer: int | jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """See ``api.write_kv``. In place under donation and in a loop's carry."""
+    num_blocks, block_size = k_pool.shape[1:3]
+    in_range = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
+    block = jnp.where(in_range, slot_mapping // block_size, num_blocks)
+    layer = jnp.full_like(block, layer)
+    index = jnp.stack([layer, block, slot_mapping % block_size], axis=-1)
+    return _scatter(k_pool, index, k), _scatter(v_pool, index, v)
+
+
+def _scatter(pool: jax.Array, index: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.scatter(
+        pool,
+        index,
+        to_storage(x, pool),
+        lax.ScatterDimensionNumbers(
+            update_window_dims=(1, 2),
+            inserted_window_dims=(0, 1, 2),
+            scatter_dims_to_operand_dims=(0, 1, 2),
+        ),
+        unique_indices=True,
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )

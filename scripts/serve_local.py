@@ -1,0 +1,76 @@
+#!/usr/bin/env python
+"""Serve a model on an OpenAI-compatible address of this machine.
+
+    python scripts/serve_local.py
+    python scripts/serve_local.py --model path/to/model.gguf --port 9000 --max-num-seqs 8
+    python scripts/serve_local.py --config configs/engines/small.toml
+
+Ctrl-C stops it; pressed twice, at once. A GPU is used when JAX sees one.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pagedjax.config import EngineConfig, parse_args
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args:
+    """Command line of serve_local.py."""
+
+    model: str = "smollm2-135m"
+    """A preset's name, a Hugging Face directory or a GGUF file."""
+
+    model_name: str | None = None
+    """What clients call the model. None: the preset's, directory's or file's name."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 lets other machines in."""
+
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+
+    config: Path | None = None
+    """TOML file of engine settings; flags override it."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+def main() -> int:
+    """Returns the exit status: 0 after Ctrl-C, 1 when it could not start."""
+    args = parse_args(Args, description=__doc__.split("\n")[0])
+    try:
+        return _serve(args)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 0
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(args: Args) -> int:
+    from pagedjax.server.run import address, bind, log_line, serve
+
+    sock = bind(args.host, args.port)  # before the model: a port in use should not take a minute
+    from pagedjax.engine import build_engine
+
+    engine = build_engine(args.model, args.engine, model_name=args.model_name)
+    config, url = engine.config, address(sock)
+    print(f"model    {engine.model_name}, {config.dtype}, {engine.max_model_len} tokens a request")
+    print(
+        f"KV pool  {engine.num_blocks:,} blocks of {engine.block_size}: "
+        f"{engine.num_blocks * engine.block_size:,} tokens ({config.kv_cache_dtype})"
+    )
+    print(f"device   {engine.device_name}")
+    print(f"address  {url}  (OpenAI clients: base_url={url}/v1)", flush=True)
+    serve(engine, sock, log=log_line)
+    print("stopped", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Fixtures that more than one test folder needs: the real model, a real SentencePiece model."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# Compilation makes the first example of a property slow and the rest fast, so a deadline per
+# example would only measure XLA. In CI the examples are the same in every run.
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def _may_fetch() -> bool:
+    """Whether a test may download what it lacks: in CI, or where PAGEDJAX_FETCH=1 asks for it."""
+    return bool(os.environ.get("CI")) or os.environ.get("PAGEDJAX_FETCH") == "1"
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """Path of the real SmolLM2-135M-Instruct GGUF file (checksum verified by the preset's loader).
+
+    `make test` fetches it beforehand. A bare `pytest` run without it skips the tests that need it;
+    where fetching is allowed and fails, they fail.
+    """
+    from pagedjax.models import presets
+
+    path = presets.cached_model("smollm2-135m")
+    if path is None and _may_fetch():
+        path = presets.resolve_model("smollm2-135m")
+    if path is None:
+        pytest.skip("SmolLM2-135M is not on this machine; `make fetch` downloads it")
+    return Path(path)
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_model() -> Path:
+    """Path of a real SentencePiece `tokenizer.model`: one that the wheel mistral-common carries.
+
+    The package is installed without its dependencies and never imported; only the file is read.
+    """
+    spec = importlib.util.find_spec("mistral_common")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(folder) / "data" / "tokenizer.model.v1"
+        if path.is_file():
+            return path
+    if os.environ.get("CI"):
+        pytest.fail("mistral-common is not installed; scripts/environment.sh installs it")
+    pytest.skip("mistral-common is not installed; `make test` installs it")

@@ -1,0 +1,87 @@
+"""A hypothesis state machine: add, abort, step, evict and preempt in any order."""
+
+from typing import ClassVar
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from tests.core.driver import Driver
+
+token = st.integers(0, 5)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Invariants and the shadow pool are checked inside `Driver.step`, at every half step."""
+
+    sizes: ClassVar = {"num_blocks": 16, "hash_mask": 0xFF, "max_model_len": 40}
+
+    @initialize()
+    def start(self):
+        self.driver = Driver(**self.sizes)
+        self.history = []
+
+    @rule(
+        tail=st.lists(token, min_size=1, max_size=20),
+        shared=st.integers(0, 24),
+        pick=st.integers(0, 7),
+        extra=st.integers(1, 20),
+        salt=st.sampled_from([0, 0, 0, 1]),
+        stop=st.booleans(),
+    )
+    def add(self, tail, shared, pick, extra, salt, stop):
+        if not self.driver.empty_rows():
+            return
+        base = self.history[pick % len(self.history)] if self.history else []
+        prompt = (base[:shared] + tail)[:30]
+        self.history = [*self.history[-6:], prompt]
+        self.driver.add_request(prompt, len(prompt) + extra, salt=salt, stop=stop)
+
+    @rule(pick=st.integers(0, 7))
+    def repeat_whole_prompt(self, pick):
+        if self.history and self.driver.empty_rows():
+            prompt = self.history[pick % len(self.history)]
+            self.driver.add_request(prompt, len(prompt) + 3, stop=False)
+
+    @rule()
+    def add_impossible(self):
+        if self.driver.empty_rows():
+            self.driver.add_request([1, 2, 3], self.driver.config.max_model_len + 1)
+
+    @rule(pick=st.integers(0, 7))
+    def abort(self, pick):
+        if self.driver.requests:
+            rows = sorted(self.driver.requests)
+            self.driver.abort_row(rows[pick % len(rows)])
+
+    @rule(count=st.integers(1, 8))
+    def step(self, count):
+        for _ in range(count):
+            self.driver.step()
+
+    def teardown(self):
+        if hasattr(self, "driver"):
+            self.driver.drain()
+
+
+class CrowdedMachine(SchedulerMachine):
+    """A pool so small that two requests fill it, and hashes that collide all the time."""
+
+    sizes: ClassVar = {"num_blocks": 10, "hash_mask": 3, "max_model_len": 40, "evict_batch": 2}
+
+
+TestMachine = SchedulerMachine.TestCase
+TestMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestCrowded = CrowdedMachine.TestCase
+TestCrowded.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.slow
+class TestMachineLong(SchedulerMachine.TestCase):
+    settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.slow
+class TestCrowdedLong(CrowdedMachine.TestCase):
+    settings = settings(max_examples=300, stateful_step_count=60, deadline=None)

@@ -1,0 +1,95 @@
+"""What the host expects of a step that it has not read yet."""
+
+import numpy as np
+
+from pagedjax.engine.forecast import Rows, Sizes, advance, demand, grants
+from pagedjax.engine.prefix_forecast import PrefixForecast
+
+SIZES = Sizes(max_num_seqs=4, max_admissions=2, block_size=4)
+
+
+def rows(*specs, blocks=100, admitting=True):
+    """Rows from (running, total, computed, most[, unseen])."""
+    columns = list(zip(*[(*spec, 0)[:5] for spec in specs], strict=True))
+    running, total, computed, most, unseen = (np.array(column) for column in columns)
+    return Rows(
+        running=running.astype(bool),
+        total=total,
+        computed=computed,
+        most=most,
+        unseen=unseen,
+        num_available_blocks=blocks,
+        admitting=admitting,
+    )
+
+
+def test_budget_goes_to_running_rows_first_and_then_to_the_queue():
+    table = rows((1, 10, 9, 99), (1, 20, 12, 99), (0, 30, 0, 99))
+    assert grants(table, 4, SIZES).tolist() == [1, 3, 0]
+    assert grants(table, 16, SIZES).tolist() == [1, 8, 7]
+
+
+def test_a_row_that_catches_up_needs_one_more_token():
+    table = advance(rows((1, 10, 9, 99), (0, 5, 0, 99)), 16, SIZES)
+    assert table.running.tolist() == [True, True]
+    assert table.total.tolist() == [11, 6]
+    assert table.computed.tolist() == [10, 5]
+    assert demand(table, SIZES) == (2, 0)
+
+
+def test_a_row_at_its_length_is_gone():
+    table = advance(rows((1, 10, 9, 11), (1, 10, 9, 99)), 16, SIZES)
+    assert table.most.tolist() == [99]
+
+
+def test_a_chunk_leaves_the_rest():
+    table = advance(rows((0, 50, 0, 99)), 16, SIZES)
+    assert demand(table, SIZES) == (0, 34)
+
+
+def test_limits_of_admission():
+    waiting = [(0, 8, 0, 99)] * 5
+    assert demand(rows(*waiting), SIZES) == (0, 16)  # two admissions a step
+    running = [(1, 8, 7, 99)] * 4
+    assert demand(rows(*running, *waiting), SIZES) == (4, 0)  # no place
+    assert demand(rows(*running[:3], *waiting), SIZES) == (3, 8)  # one place
+    assert grants(rows(*running[:3], *waiting), 64, SIZES).tolist() == [1, 1, 1, 8, 0, 0, 0, 0]
+
+
+def test_memory_bounds_what_waiting_rows_can_bring():
+    table = rows((1, 8, 7, 99), (0, 80, 0, 99), blocks=3)
+    assert demand(table, SIZES) == (1, 12)
+    # the running row itself needs the last block
+    table = rows((1, 9, 8, 99), (0, 80, 0, 99), blocks=1)
+    assert demand(table, SIZES) == (1, 0)
+
+
+def test_a_queue_known_not_to_fit_does_not_count():
+    table = rows((1, 8, 7, 99), (0, 80, 0, 99), admitting=False)
+    assert demand(table, SIZES) == (1, 0)
+    # but with nothing else running it must be tried
+    assert demand(rows((0, 20, 0, 99), admitting=False), SIZES) == (0, 20)
+
+
+def test_rows_newer_than_a_step_in_flight_are_not_in_it():
+    table = rows((1, 8, 7, 99), (0, 10, 0, 99, 1))
+    after = advance(table, 32, SIZES)
+    assert after.computed.tolist() == [8, 0]
+    assert demand(after, SIZES) == (1, 10)
+
+
+def test_prefix_forecast_knows_what_was_computed():
+    prefix = PrefixForecast(num_blocks=4, block_size=4)
+    tokens = list(range(18))
+    chain = prefix.chain(tokens)
+    assert len(chain) == 4
+    assert prefix.num_cached_tokens(chain, 18) == 0
+    prefix.remember(chain[:2])
+    assert prefix.num_cached_tokens(chain, 18) == 8
+    prefix.remember(chain)
+    assert prefix.num_cached_tokens(chain, 18) == 16
+    assert prefix.num_cached_tokens(chain, 16) == 15  # the last token is always computed
+    other = prefix.chain([*range(8), 99, *range(9, 18)])
+    assert prefix.num_cached_tokens(other, 18) == 8
+    prefix.remember(prefix.chain(list(range(50, 58))))  # two blocks push out the oldest tails
+    assert prefix.num_cached_tokens(chain, 18) == 8

@@ -1,0 +1,394 @@
+"""The HTTP server, over a real socket, with OpenAI's own client."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from pagedjax.engine import AsyncEngine
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.server.app import create_app
+from tests.shell.tiny import ASSISTANT, make_engine, params, run
+
+GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@contextlib.contextmanager
+def serving(engine):
+    """The address of a server around an engine, in a thread of its own."""
+    async_engine = AsyncEngine(engine)
+    config = uvicorn.Config(create_app(async_engine), port=0, log_level="error", lifespan="on")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}", async_engine
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server(warm_engine):
+    with serving(warm_engine) as (url, async_engine):
+        yield url, async_engine
+
+
+@pytest.fixture
+def url(server):
+    """Address of the server; after the test everything must have been given back."""
+    yield server[0]
+    wait_until_idle(server[1].engine)
+
+
+@pytest.fixture
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def wait_until_idle(engine, seconds=20):
+    deadline = time.monotonic() + seconds
+    while engine.has_work():
+        assert time.monotonic() < deadline, "the engine still holds rows"
+        time.sleep(0.01)
+    stats = engine.stats()
+    assert stats.num_free_blocks + stats.num_evictable_blocks == stats.num_blocks
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What a prompt gives when nobody else is there (an engine of its own)."""
+    engine, known = make_engine(), {}
+
+    def answer(prompt, max_tokens):
+        key = (tuple(prompt), max_tokens)
+        if key not in known:
+            sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
+            known[key] = run(engine, [("x", prompt, sampling)])["x"].outputs[0]
+        return known[key]
+
+    return answer
+
+
+def test_models(client, url):
+    (model,) = client.models.list().data
+    assert model.id == "tiny"
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.models.retrieve("gpt-4o")
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    page = httpx.get(url)
+    assert page.headers["content-type"].startswith("text/html")
+    assert "tiny" in page.text
+
+
+def test_completion(client, expected):
+    answer = client.completions.create(model="tiny", prompt="hello", max_tokens=8, **GREEDY)
+    (choice,) = answer.choices
+    assert choice.text == expected(b"hello", 8).text
+    assert choice.finish_reason == "length"
+    assert answer.usage.prompt_tokens == 5
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.total_tokens == 13
+    again = client.completions.create(model="tiny", prompt="hello", max_tokens=8, **GREEDY)
+    assert again.usage.prompt_tokens_details.cached_tokens == 4
+
+
+def test_completion_of_several_prompts(client, expected):
+    prompts = ["hello", "abc", "some longer prompt"]
+    for given in (prompts, [list(p.encode()) for p in prompts]):
+        answer = client.completions.create(model="tiny", prompt=given, max_tokens=6, **GREEDY)
+        texts = [choice.text for choice in sorted(answer.choices, key=lambda c: c.index)]
+        assert texts == [expected(p.encode(), 6).text for p in prompts]
+        assert answer.usage.completion_tokens == 18
+    pieces = {0: "", 1: "", 2: ""}
+    stream = client.completions.create(
+        model="tiny", prompt=prompts, max_tokens=6, stream=True, echo=True, **GREEDY
+    )
+    reasons = {}
+    for chunk in stream:
+        (choice,) = chunk.choices
+        pieces[choice.index] += choice.text
+        if choice.finish_reason:
+            reasons[choice.index] = choice.finish_reason
+    assert list(pieces.values()) == [p + t for p, t in zip(prompts, texts, strict=True)]
+    assert reasons == dict.fromkeys(range(3), "length")
+
+
+def test_default_of_max_tokens(client):
+    answer = client.completions.create(model="tiny", prompt="hello", **GREEDY)
+    assert answer.usage.completion_tokens == 16
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hello"}], **GREEDY
+    )
+    assert chat.usage.total_tokens == 96  # the rest of max_model_len
+
+
+def test_chat_streaming_and_not(client, expected):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    ids = make_engine().encode("<user>hi<eos><assistant>")
+    whole = client.chat.completions.create(
+        model="tiny", messages=messages, max_completion_tokens=9, **GREEDY
+    )
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.choices[0].message.content == expected(ids, 9).text
+    assert whole.usage.prompt_tokens == len(ids)
+
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_tokens=9,
+        stream=True,
+        stream_options={"include_usage": True},
+        **GREEDY,
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert all(chunk.choices[0].finish_reason is None for chunk in chunks[:-2])
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 9
+    assert len({chunk.id for chunk in chunks}) == 1
+    text = "".join(c.choices[0].delta.content or "" for c in chunks[:-1])
+    assert text == whole.choices[0].message.content
+
+
+def test_stop_string_in_a_stream(client, expected):
+    text = expected(b"hello", 20).text
+    stop = text[7:10]
+    at = text.index(stop)
+    stream = client.completions.create(
+        model="tiny", prompt="hello", max_tokens=20, stop=[stop], stream=True, **GREEDY
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text[:at]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_logprobs(client, expected):
+    answer = client.completions.create(
+        model="tiny", prompt="hello", max_tokens=4, logprobs=2, **GREEDY
+    )
+    logprobs = answer.choices[0].logprobs
+    assert "".join(logprobs.tokens) == expected(b"hello", 4).text
+    assert logprobs.text_offset == [0, 1, 2, 3]
+    for token, value, top in zip(
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
+        assert top[token] == value == max(top.values())
+        assert len(top) == 2
+    messages = [{"role": "user", "content": "hi"}]
+    chat = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=4, logprobs=True, top_logprobs=3, **GREEDY
+    )
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 4
+    data = bytes(b for entry in content for b in entry.bytes)
+    assert data.decode("utf-8", "replace") == chat.choices[0].message.content
+    assert all(entry.top_logprobs[0].token == entry.token for entry in content)
+    assert all(len(entry.top_logprobs) == 3 for entry in content)
+    streamed = client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_tokens=4,
+        logprobs=True,
+        top_logprobs=3,
+        stream=True,
+        **GREEDY,
+    )
+    got = [e for c in streamed for e in (c.choices[0].logprobs or _NONE).content]
+    assert [e.logprob for e in got] == [e.logprob for e in content]
+
+
+class _NONE:
+    content = ()
+
+
+def test_seed(client):
+    ask = {"model": "tiny", "prompt": "hello", "max_tokens": 12, "temperature": 1.0}
+    one = client.completions.create(**ask, seed=3).choices[0].text
+    assert client.completions.create(**ask, seed=3).choices[0].text == one
+    assert client.completions.create(**ask, seed=4).choices[0].text != one
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param", "words"),
+    [
+        ({"model": "gpt-4o"}, 404, "model", "does not exist"),
+        ({"n": 2}, 400, "n", "not supported"),
+        ({"logit_bias": {"5": 1.0}}, 400, "logit_bias", "not supported"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+        ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+        ({"top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
+        ({"logprobs": True, "top_logprobs": 6}, 400, "logprobs", "at most 5"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options", "stream"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, 400, "max_tokens", "differ"),
+        ({"max_tokens": 0}, 400, "max_tokens", "max_tokens"),
+        ({"max_tokens": "many"}, 400, "max_tokens", "max_tokens"),
+        ({"max_tokens": 5000}, 400, "max_tokens", "max_model_len"),
+        ({"temperature": -1}, 400, "temperature", "temperature"),
+        ({"top_p": 0}, 400, "top_p", "top_p"),
+        ({"no_such_field": 1}, 400, "no_such_field", "unknown"),
+        ({"messages": []}, 400, "messages", "at least 1"),
+        ({"messages": [{"role": "user", "content": "x" * 200}]}, 400, "prompt", "at most 95"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages",
+            "text",
+        ),
+    ],
+)
+def test_errors_have_openais_shape(url, change, status, param, words):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]} | change
+    for stream in (False, True):
+        if stream and "stream_options" in change:
+            continue
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body | {"stream": stream})
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["param"] == param
+        assert words in error["message"]
+
+
+def test_bodies_that_are_no_request(url):
+    for content, words in ((b"{", "JSON"), (b"[]", "object"), (b"", "object")):
+        answer = httpx.post(
+            f"{url}/v1/completions", content=content, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+    assert httpx.get(f"{url}/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert httpx.get(f"{url}/v1/completions").status_code == 405
+    assert "error" in httpx.get(f"{url}/v1/completions").json()
+
+
+def test_thirty_two_at_once_some_of_whom_leave(url, expected):
+    """Every one that stays gets what it would get alone; blocks of the others come back."""
+    prompts = [f"prompt number {i} " + "xyz" * (i % 5) for i in range(32)]
+
+    async def ask(client, i):
+        stream = await client.completions.create(
+            model="tiny", prompt=prompts[i], max_tokens=30, stream=True, **GREEDY
+        )
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            if i % 4 == 1 and len(text) > 3:
+                await stream.close()  # closes the connection
+                return None
+        return text
+
+    async def ask_whole(client, i):
+        call = client.completions.create(model="tiny", prompt=prompts[i], max_tokens=30, **GREEDY)
+        if i % 8 == 6:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(call, 0.05)
+            return None
+        return (await call).choices[0].text
+
+    async def main():
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120
+        ) as client:
+            jobs = [(ask_whole if i % 2 == 0 else ask)(client, i) for i in range(32)]
+            return await asyncio.gather(*jobs)
+
+    texts = asyncio.run(main())
+    assert sum(text is None for text in texts) == 12
+    for prompt, text in zip(prompts, texts, strict=True):
+        if text is not None:
+            assert text == expected(prompt.encode(), 30).text
+
+
+def test_queue_full_is_429():
+    engine = make_engine(max_queue_size=0)
+    with serving(engine) as (url, async_engine):
+        body = {"prompt": ["hello"] * 8, "max_tokens": 80, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as first:
+            lines = first.iter_lines()
+            next(lines)
+            one = body | {"prompt": "hello", "stream": False}
+            refused = httpx.post(f"{url}/v1/completions", json=one, timeout=60)
+            assert refused.status_code == 429
+            assert "max_queue_size" in refused.json()["error"]["message"]
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert refused.headers["retry-after"]
+        wait_until_idle(engine)
+        ok = httpx.post(f"{url}/v1/completions", json={"prompt": "hello"}, timeout=60)
+        assert ok.status_code == 200
+        assert async_engine.stats().refused == 1
+
+
+def test_nan_logits_are_an_error_of_one_request():
+    trunk = dict(params()["trunk"])
+    table = trunk["embed_tokens"]["weight"].at[ASSISTANT].set(float("nan"))
+    trunk["embed_tokens"] = {"weight": table}
+    with serving(make_engine({**params(), "trunk": trunk})) as (url, _):
+        messages = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        whole = httpx.post(f"{url}/v1/chat/completions", json=messages, timeout=60)
+        assert whole.status_code == 500
+        assert "NaN" in whole.json()["error"]["message"]
+        text = httpx.post(f"{url}/v1/chat/completions", json=messages | {"stream": True}).text
+        events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        assert "NaN" in json.loads(events[-2])["error"]["message"]
+        assert events[-1] == "[DONE]"
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_engine_crash_reaches_everybody(monkeypatch):
+    """A step that raises: waiting requests get an error, /health says 503, nothing hangs."""
+    engine = make_engine()
+    with serving(engine) as (url, async_engine):
+        body = {"prompt": "hello", "max_tokens": 80, "ignore_eos": True}
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=60
+        ) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+
+            def broken(_size):
+                raise RuntimeError("the device is on fire")
+
+            monkeypatch.setattr(engine._device, "launch", broken)
+            rest = [line for line in lines if line]
+        assert "on fire" in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert not async_engine.is_healthy
+        health = httpx.get(f"{url}/health")
+        assert health.status_code == 503
+        assert "on fire" in health.json()["reason"]
+        refused = httpx.post(f"{url}/v1/completions", json=body)
+        assert refused.status_code == 503
+        assert "on fire" in refused.json()["error"]["message"]
+
+
+def test_metrics(url):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    httpx.post(f"{url}/v1/completions", json={"prompt": "hi", "max_tokens": 3, "ignore_eos": True})
+    text = httpx.get(f"{url}/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    (total,) = families["pagedjax_output_tokens"].samples
+    assert total.value >= 3
+    assert total.labels == {"model": "tiny"}
+    histogram = families["pagedjax_time_to_first_token_seconds"]
+    values = {s.labels.get("le"): s.value for s in histogram.samples if s.name.endswith("_bucket")}
+    (count,) = [s.value for s in histogram.samples if s.name.endswith("_count")]
+    assert values["+Inf"] == count >= 1
+    assert list(values.values()) == sorted(values.values())

@@ -1,0 +1,28 @@
+"""Texts that tokenizers get wrong: scripts, spaces, digits, emoji, bytes outside the vocabulary."""
+
+TEXTS = [
+    "Hello world",
+    "The quick brown fox jumps over the lazy dog, then it's over; isn't it?",
+    " leading space",
+    "  two leading spaces and two trailing  ",
+    "   ",
+    "\n",
+    "\n\n  indented\n\tand a tab\r\nand a carriage return",
+    "def f(x):\n    return {'a': [x + 1, x * 2], \"b\": x ** 3}  # 1,234.5e-6\n",
+    "In 2024, 1234567 people paid $3.50 and 0x1F bytes; 12 345 and ٣٤٥ and ⅷ and ½.",
+    "日本の首都は東京です。人口は約1400万人。",
+    "العربية لغة جميلة",
+    "हिन्दी में लिखा गया पाठ",
+    "မြန်မာစာ ကို ရေးသည်",
+    "Ünïcödé ñandú Ærøskøbing ﬁne",
+    "e\u0301 a\u0308 o\u0302\u0301 (combining) and é ä ố (composed)",
+    "😀😃😄 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇫🇷",
+    "\u200bzero\u200dwidth\ufeff and \u00a0no-break\u3000ideographic space",
+    "\U000e0001\U0001f9ff\U00010348 𝔉𝔯𝔞𝔨𝔱𝔲𝔯",
+    "control \x00\x01\x07\x1b[0m \x7f characters",
+    "▁ a literal word mark and <0x41> a literal byte token",
+    "https://example.com/a?b=c&d=%20#e user@example.org C++ C# F# ~/.config",
+    "WORDSINCAPS camelCase snake_case kebab-case I'LL HE'S we'Ve",
+    "\ufffd is a replacement character of its own",
+    "a" * 40 + " " * 20 + "!" * 20,
+]
