@@ -54,17 +54,19 @@ make_venv() { # VENV; keeps one that runs and is of the wanted version
 }
 
 install() { # VENV EXTRAS; once for each state of pyproject.toml
-  local venv=$1 extras=$2 stamp="$1/.installed" key
-  if [[ "${CUDA:-1}" != 0 ]] && nvidia-smi -L >/dev/null 2>&1; then extras+=",cuda12"; fi
-  key="$extras $(sha256sum pyproject.toml scripts/environment.sh | sha256sum | cut -d ' ' -f 1)"
-  if [[ -f "$stamp" ]] && grep -qxF "$key" "$stamp"; then return; fi
+  local venv=$1 extras=$2 stamp="$1/.installed" suffix='' key
+  if [[ "${CUDA:-1}" != 0 ]] && nvidia-smi -L >/dev/null 2>&1; then suffix=',cuda12'; fi
+  extras+=$suffix
+  key=$(sha256sum pyproject.toml scripts/environment.sh | sha256sum | cut -d ' ' -f 1)
+  # The extra dev holds all others.
+  if [[ -f "$stamp" ]] && grep -qxF -e "$extras $key" -e "dev$suffix $key" "$stamp"; then return; fi
   say "Installing pagedjax[$extras] into $venv (a minute or two the first time)"
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check --editable ".[$extras]"
   if [[ ",$extras," == *,dev,* ]]; then
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps \
       "$SENTENCEPIECE_WHEEL"
   fi
-  printf '%s\n' "$key" >>"$stamp"
+  printf '%s\n' "$extras $key" >>"$stamp"
 }
 
 if [[ "${1:-}" == --find ]]; then

@@ -46,6 +46,9 @@ class Args:
     stop: tuple[str, ...] = ()
     """Texts that end it."""
 
+    compilation_cache: Path | None = Path("~/.cache/pagedjax/compiled")
+    """Folder that keeps compiled programs, so that the next start is quick. None: none."""
+
     config: Path | None = None
     """TOML file of engine settings; flags override it."""
 
@@ -79,7 +82,13 @@ def _generate(args: Args) -> int:
         stop=list(args.stop) or None,
     )
     # One request needs two or three step sizes: each is compiled when it is first needed.
-    engine = build_engine(args.model, args.engine, progress=False, warm_up=False)
+    engine = build_engine(
+        args.model,
+        args.engine,
+        progress=False,
+        warm_up=False,
+        compilation_cache=args.compilation_cache,
+    )
     if args.chat:
         prompt = apply_chat_template(engine.tokenizer, [{"role": "user", "content": prompt}])
     engine.add_request("0", prompt, params, add_special_tokens=not args.chat)

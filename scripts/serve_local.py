@@ -8,6 +8,7 @@
 Ctrl-C stops it; pressed twice, at once. A GPU is used when JAX sees one.
 """
 
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,9 @@ class Args:
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
 
+    compilation_cache: Path | None = Path("~/.cache/pagedjax/compiled")
+    """Folder that keeps compiled programs, so that the next start is quick. None: none."""
+
     config: Path | None = None
     """TOML file of engine settings; flags override it."""
 
@@ -44,9 +48,9 @@ def main() -> int:
     args = parse_args(Args, description=__doc__.split("\n")[0])
     try:
         return _serve(args)
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 0
+    except KeyboardInterrupt:  # while it was starting: do not wait for the compiler
+        print("\nstopped", file=sys.stderr, flush=True)
+        os._exit(0)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -58,7 +62,12 @@ def _serve(args: Args) -> int:
     sock = bind(args.host, args.port)  # before the model: a port in use should not take a minute
     from pagedjax.engine import build_engine
 
-    engine = build_engine(args.model, args.engine, model_name=args.model_name)
+    engine = build_engine(
+        args.model,
+        args.engine,
+        model_name=args.model_name,
+        compilation_cache=args.compilation_cache,
+    )
     config, url = engine.config, address(sock)
     print(f"model    {engine.model_name}, {config.dtype}, {engine.max_model_len} tokens a request")
     print(

@@ -25,9 +25,10 @@ class Admitted:
     chunk: jax.Array  #: tokens to compute in this step
     num_new: jax.Array  #: blocks to allocate
     copy_src: jax.Array  #: block to copy into the first new block, or NULL
+    ref_counts: jax.Array  #: [N]: of the pool, the shared blocks' new holders counted
 
 
-def _nobody(config: SchedulerConfig) -> Admitted:
+def _nobody(config: SchedulerConfig, ref_counts) -> Admitted:
     a = config.max_admissions
     zero, null = jnp.zeros(a, jnp.int32), jnp.full(a, NULL, jnp.int32)
     return Admitted(
@@ -39,13 +40,14 @@ def _nobody(config: SchedulerConfig) -> Admitted:
         chunk=zero,
         num_new=zero,
         copy_src=null,
+        ref_counts=ref_counts,
     )
 
 
 def _find_prefix(config: SchedulerConfig, state: SchedulerState, row_ids):
     if config.enable_prefix_caching:
         return match(config, state, row_ids)
-    nobody = _nobody(config)
+    nobody = _nobody(config, state.blocks.ref_counts)
     return nobody.num_shared, nobody.shared, nobody.num_computed, nobody.copy_src
 
 
@@ -73,15 +75,17 @@ def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Adm
     def only(field, empty):
         return jnp.where(ok, field, empty)
 
+    shared = jnp.where(ok[:, None], shared, NULL)
     return Admitted(
         ok=ok,
         row_ids=only(row_ids, NULL),
         num_shared=only(num_shared, 0),
-        shared=jnp.where(ok[:, None], shared, NULL),
+        shared=shared,
         num_computed=only(cached, 0),
         chunk=only(chunk, 0),
         num_new=only(num_new, 0),
         copy_src=only(source, NULL),
+        ref_counts=state.blocks.ref_counts.at[shared].add(1, mode="drop"),
     )
 
 
@@ -123,7 +127,7 @@ def admit(
         config.use_cond,
         tried,
         lambda _: _choose(config, state, row_ids, valid, budget, room),
-        _nobody(config),
+        _nobody(config, state.blocks.ref_counts),
     )
     state = _start_rows(config, state, admitted)
     state = dataclasses.replace(
@@ -157,12 +161,11 @@ def _start_rows(config: SchedulerConfig, state: SchedulerState, admitted: Admitt
         num_cached_blocks=put(rows.num_cached_blocks, admitted.num_shared[which]),
         chain_broken=put(rows.chain_broken, False),
     )
-    shared = jnp.where(admitted.ok[:, None], admitted.shared, NULL)
     blocks = dataclasses.replace(
         blocks,
         num_blocks_held=put(blocks.num_blocks_held, admitted.num_shared[which]),
-        block_tables=blocks.block_tables.at[admitted.row_ids].set(shared, mode="drop"),
-        ref_counts=blocks.ref_counts.at[shared].add(1, mode="drop"),
+        block_tables=blocks.block_tables.at[admitted.row_ids].set(admitted.shared, mode="drop"),
+        ref_counts=admitted.ref_counts,
     )
     prompt = jnp.where(first_time, rows.num_prompt_tokens, 0)
     counters = dataclasses.replace(

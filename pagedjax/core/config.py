@@ -22,6 +22,7 @@ class SchedulerConfig:
       enable_prefix_caching: find and share equal prefixes of blocks.
       max_admissions: A, most rows admitted in one step (the rest wait for the next).
       max_retirements: K, most rows whose blocks are released in one step; `num_rows` releases all.
+      max_preemptions: most rows preempted in one step (more follow in the next).
       index_ways: slots of one bucket of the prefix index.
       hash_mask: bits of the block hash that are kept; tests use a few bits to force collisions.
       use_cond: skip rare work with `lax.cond`. True is 10 times faster on a CPU; False gives one
@@ -43,6 +44,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     max_admissions: int = 16
     max_retirements: int = 16
+    max_preemptions: int = 16
     index_ways: int = 16
     hash_mask: int = 0xFFFFFFFF
     use_cond: bool = True
@@ -52,7 +54,8 @@ class SchedulerConfig:
     def __post_init__(self):
         positive = (
             "num_rows max_num_seqs num_blocks block_size max_model_len max_num_batched_tokens "
-            "max_stop_token_ids max_admissions max_retirements index_ways evict_batch"
+            "max_stop_token_ids max_admissions max_retirements max_preemptions index_ways "
+            "evict_batch"
         )
         for name in positive.split():
             if getattr(self, name) < 1:

@@ -13,25 +13,30 @@ import jax.numpy as jnp
 
 from pagedjax.core.blocks import release
 from pagedjax.core.config import SchedulerConfig
-from pagedjax.core.ragged import when
+from pagedjax.core.ragged import take, when
 from pagedjax.core.state import NULL, SchedulerState, Status
 
 
-def blocks_back(num_blocks: int, tables, rank):
-    """[S + 1] int32: entry k is how many blocks come back if ranks k and above give theirs up.
+def blocks_back(tables, ref_counts):
+    """How many blocks come back if the newest candidates give theirs up.
 
-    Exact with sharing: a block comes back when its oldest holder goes, since holders that are
-    newer are gone by then. Rows that still hold blocks but do not run have rank -1 and keep them.
+    Exact with sharing: a block comes back when candidates are all its holders, and then as soon
+    as the oldest of them goes, since the newer ones are gone by then.
 
     Args:
-      tables: [S, M] int32, NULL where nothing is held. rank: [S] int32 by row.
+      tables: [K, M] int32, candidates from old to new, NULL where nothing is held.
+      ref_counts: [N] int32.
+
+    Returns:
+      [K + 1] int32: entry i is what candidates i and above give back together.
     """
-    s = rank.shape[0]
-    holder = jnp.broadcast_to(rank[:, None], tables.shape)
-    oldest = jnp.full(num_blocks, NULL, jnp.int32).at[tables].min(holder, mode="drop")
-    place = jnp.where(oldest < 0, NULL, oldest)
-    per_rank = jnp.zeros(s, jnp.int32).at[place].add(1, mode="drop")
-    return jnp.concatenate([jnp.cumsum(per_rank[::-1])[::-1], jnp.zeros(1, jnp.int32)])
+    k, n = tables.shape[0], ref_counts.shape[0]
+    candidate = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32)[:, None], tables.shape)
+    named = jnp.zeros(n, jnp.int32).at[tables].add(1, mode="drop")
+    oldest = jnp.full(n, NULL, jnp.int32).at[tables].min(candidate, mode="drop")
+    alone = (named > 0) & (named == ref_counts)
+    count = jnp.zeros(k, jnp.int32).at[jnp.where(alone, oldest, NULL)].add(1, mode="drop")
+    return jnp.concatenate([jnp.cumsum(count[::-1])[::-1], jnp.zeros(1, jnp.int32)])
 
 
 def preempt(
@@ -46,28 +51,37 @@ def preempt(
 ):
     """Preempt the fewest newest rows so that the others' new blocks fit.
 
+    At most `max_preemptions` rows go in one step: their blocks are then a small table. Should
+    even that not suffice, the rows in between are not scheduled and more go in the next step.
+
     Args (by rank): order, running, need: [S]; available, num_running: [] int32; pressed: [] bool.
 
     Returns:
       (state, keep): keep [] int32, ranks below it are scheduled. The oldest row is never
-      preempted. keep is 0 when even it must wait a step for ended rows to give blocks back.
+      preempted. keep is 0 when even it must wait a step for others to give blocks back.
     """
     blocks, s = state.blocks, config.num_rows
+    k = min(config.max_preemptions, s)
     rank = jnp.arange(s, dtype=jnp.int32)
+    first = jnp.maximum(num_running - k, 0)
 
     def choose(operand):
-        ref_counts, free_stack, num_free, last_use, errors, _ = operand
-        tables = jnp.where((blocks.num_blocks_held > 0)[:, None], blocks.block_tables, NULL)
-        rank_of_row = jnp.full(s, -1, jnp.int32).at[order].set(jnp.where(running, rank, -1))
-        back = blocks_back(config.num_blocks, tables, rank_of_row)
+        *pool, _ = operand
+        candidate = first + jnp.arange(k, dtype=jnp.int32)
+        row = jnp.where(candidate < num_running, take(order, candidate, NULL), NULL)
+        column = jnp.arange(config.max_blocks_per_seq)[None]
+        tables = take(blocks.block_tables, row, NULL)
+        held = take(blocks.num_blocks_held, row, 0)
+        tables = jnp.where(column < held[:, None], tables, NULL)
+        back = blocks_back(tables, blocks.ref_counts)
+        back = back[jnp.clip(jnp.arange(s + 1) - first, 0, k)]
         demand = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(need)])
-        # Demand grows and what comes back shrinks with k: those that fit are 0 .. keep.
+        # Demand grows and what comes back shrinks with the rank: those that fit are 0 .. keep.
         fits = (demand <= available + back) & (jnp.arange(s + 1) <= num_running)
         keep = fits.sum(dtype=jnp.int32) - 1
-        victim = rank_of_row >= jnp.maximum(keep, 1)
-        ids = jnp.where(victim[:, None], tables, NULL)
-        pool = (ref_counts, free_stack, num_free, last_use, errors)
-        return (*release(pool, state.prefix.slot, state.step, ids), keep)
+        goes = candidate >= jnp.maximum(keep, 1)
+        ids = jnp.where(goes[:, None], tables, NULL)
+        return (*release(tuple(pool), state.prefix.slot, state.step, ids), keep)
 
     counters = state.counters
     operand = (
@@ -79,7 +93,7 @@ def preempt(
         num_running,
     )
     *pool, keep = when(config.use_cond, pressed, choose, operand)
-    victim = running & (rank >= jnp.maximum(keep, 1))
+    victim = running & (rank >= jnp.maximum(jnp.maximum(keep, 1), first))
     victim = jnp.zeros(s, bool).at[order].set(victim)
 
     def cleared(field):

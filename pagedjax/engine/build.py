@@ -1,6 +1,6 @@
 """From the name of a model and settings to an engine that is ready to serve."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ def build_engine(
     model_name: str | None = None,
     progress: bool = True,
     warm_up: bool = True,
+    compilation_cache: str | Path | None = None,
 ) -> Engine:
     """Load weights and tokenizer, size the pool, compile every bucket.
 
@@ -31,6 +32,7 @@ def build_engine(
       model: a preset's name, a Hugging Face directory or a GGUF file.
       model_name: what users call it; by default the preset's, directory's or file's name.
       progress: show bars on stderr.
+      compilation_cache: folder that keeps compiled programs from start to start; None: none.
       warm_up: compile every step size now; otherwise each is compiled when it is first needed.
     """
     from pagedjax.models.llama import LlamaModel
@@ -39,6 +41,8 @@ def build_engine(
     from pagedjax.tokenizers import load_tokenizer
 
     config = EngineConfig() if config is None else config
+    if compilation_cache is not None:
+        use_compilation_cache(compilation_cache)
     device = jax.devices()[0]
     flags = memory.cpu_flags() if device.platform == "cpu" else frozenset()
     config = memory.fill_dtypes(config, platform=device.platform, flags=flags)
@@ -95,11 +99,22 @@ def _name(model: str | Path) -> str:
     return path.stem if path.suffix == ".gguf" else path.name
 
 
-def _silent(sizes: Sequence[int]) -> Sequence[int]:
-    return sizes
+def _silent(items: Iterable[Any], _count: int) -> Iterable[Any]:
+    return items
 
 
-def _bar(sizes: Sequence[int]) -> Any:
+def _bar(items: Iterable[Any], count: int) -> Iterable[Any]:
     from tqdm import tqdm
 
-    return tqdm(sizes, desc="compiling steps", unit="size")
+    return tqdm(items, total=count, desc="compiling", unit="step size")
+
+
+def use_compilation_cache(folder: str | Path) -> None:
+    """Keep compiled programs in a folder, so that the next start need not compile them.
+
+    This is a setting of the process (`jax_compilation_cache_dir`), for every engine in it.
+    """
+    path = Path(folder).expanduser()
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
@@ -15,6 +17,12 @@ from pagedjax.core.requests import RequestParams, abort, add_request
 from pagedjax.core.schedule import retire
 from pagedjax.core.state import NULL, EngineState, SchedulerState, StepOutput
 from pagedjax.core.step import init_state, step
+
+MAX_COMPILE_THREADS = 4
+"""Each holds one step's program in memory while it compiles."""
+
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]
+"""Wraps an iterable of so many items, to show how far it is."""
 
 
 @jax.tree_util.register_dataclass
@@ -70,32 +78,27 @@ class Device:
         """The state as it will be when everything launched has run. The next call consumes it."""
         return self._state
 
-    def warm_up(self, progress: Callable[[Sequence[int]], Any]) -> None:
-        """Compile and run everything once, then start again from an idle state.
-
-        Args:
-          progress: wraps the list of bucket sizes, to show how far it is.
-        """
-        sizes = self._config.scheduler
-        nobody = np.zeros(sizes.num_rows, bool)
-        request = RequestParams(
-            max_total_tokens=np.int32(2),
-            min_output_tokens=np.int32(0),
-            stop_token_ids=np.full(sizes.max_stop_token_ids, NULL, np.int32),
-            temperature=np.float32(0),
-            top_k=np.int32(0),
-            top_p=np.float32(1),
-            min_p=np.float32(0),
-            seed=np.uint32(0),
-            num_logprobs=np.int32(-1),
-            salt=np.uint32(0),
-        )
-        self.add(0, [0], request)
-        jax.device_get(self.end(~nobody))
-        for size in progress(sorted(self._steps, reverse=True)):
+    def warm_up(self, progress: Progress) -> None:
+        """Compile everything, run it once, then start again from an idle state."""
+        sizes = sorted(self._steps, reverse=True)
+        threads = min(len(sizes), os.cpu_count() or 1, MAX_COMPILE_THREADS)
+        pool = ThreadPoolExecutor(threads)
+        try:
+            futures = [pool.submit(self._compile, size) for size in sizes]
+            for future in progress(as_completed(futures), len(futures)):
+                future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.add(0, [0], _a_request(self._config.scheduler))
+        self.read(self.end(np.ones(self._config.scheduler.num_rows, bool)))
+        for size in sizes:
             self.read(self.launch(size))
         self._state = None  # two pools at once may not fit
         self._state = self._fresh_state()
+
+    def _compile(self, size: int) -> None:
+        """Compile a step ahead of its first call, which then finds it in the jit's cache."""
+        self._steps[size].lower(self._params, self._state).compile()
 
     def num_compiled(self) -> int:
         """Compiled programs so far; constant after `warm_up`."""
@@ -135,6 +138,21 @@ class Device:
         broken = {name: int(count) for name, count in counts.items() if count}
         if broken:
             raise AssertionError(f"the engine's state is corrupt: {broken}")
+
+
+def _a_request(sizes: SchedulerConfig) -> RequestParams:
+    return RequestParams(
+        max_total_tokens=np.int32(2),
+        min_output_tokens=np.int32(0),
+        stop_token_ids=np.full(sizes.max_stop_token_ids, NULL, np.int32),
+        temperature=np.float32(0),
+        top_k=np.int32(0),
+        top_p=np.float32(1),
+        min_p=np.float32(0),
+        seed=np.uint32(0),
+        num_logprobs=np.int32(-1),
+        salt=np.uint32(0),
+    )
 
 
 # Engines of equal configuration share their compiled programs.

@@ -14,7 +14,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.core.execute import StepConfig
 from pagedjax.core.state import ErrorCode, FinishReason, Status, StepOutput
 from pagedjax.engine.buckets import choose_bucket
-from pagedjax.engine.device import Device
+from pagedjax.engine.device import Device, Progress
 from pagedjax.engine.errors import InvalidRequestError, QueueFullError
 from pagedjax.engine.request import Request, check_request
 from pagedjax.engine.rows import RowBook
@@ -208,7 +208,7 @@ class Engine:
 
     # -- the engine's thread ---------------------------------------------------------------------
 
-    def warm_up(self, progress: Callable[[Sequence[int]], Any] = lambda sizes: sizes) -> None:
+    def warm_up(self, progress: Progress = lambda items, _count: items) -> None:
         """Compile every bucket; afterwards nothing is compiled again. Call it before requests."""
         if self.has_work():
             raise RuntimeError("warm_up must come before the first request")

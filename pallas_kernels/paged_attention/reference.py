@@ -33,7 +33,7 @@ def paged_attention(
 ) -> jax.Array:
     """See ``api.paged_attention``. Takes ``[T, M * B]`` memory several times over."""
     num_tokens, num_heads, head_dim = q.shape
-    num_blocks, block_size, num_kv_heads = k_pool.shape[1:4]
+    num_blocks, _, num_kv_heads = k_pool.shape[1:4]
     token = jnp.arange(num_tokens)
     row = jnp.searchsorted(query_start_loc[1:], token, side="right")
     real = token < query_start_loc[-1]

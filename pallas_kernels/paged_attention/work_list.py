@@ -5,9 +5,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-GROUP = 4
-"""Decode rows that one loop iteration handles together."""
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +22,7 @@ class Metadata:
     decode_tables: jax.Array
     """``[U, M]`` block tables in the same order."""
     num_groups: jax.Array
-    """Groups of ``GROUP`` rows, the last one perhaps not full."""
+    """Groups of ``group_size`` rows, the last one perhaps not full."""
     tile_rows: jax.Array
     """``[W]`` row of each tile."""
     tile_starts: jax.Array
@@ -34,8 +31,12 @@ class Metadata:
 
 
 def group_size(num_rows: int) -> int:
-    """Decode rows per group: ``GROUP``, less where a step cannot have as many."""
-    return min(GROUP, num_rows)
+    """Decode rows that one loop iteration handles together.
+
+    Eight is the fastest for many rows; fewer where a step has few, since the rows that fill up
+    the last group cost as much as real ones.
+    """
+    return min(num_rows, 8, max(2, num_rows // 4))
 
 
 def tile_size(num_tokens: int) -> int:

@@ -11,20 +11,20 @@ from tests.core.driver import Driver
 
 
 def test_blocks_back_against_brute_force():
-    """Random tables with heavy sharing: what comes back when ranks k and above let go."""
+    """Random tables with heavy sharing, some rows older than all candidates: what comes back when
+    candidates k and above let go."""
     rng = np.random.default_rng(0)
-    n, s, m = 12, 6, 5
+    n, s, m, older = 12, 6, 5, 2
     for _ in range(50):
         tables = np.full((s, m), NULL, np.int32)
         for row in range(s):
             held = rng.integers(0, m + 1)
             tables[row, :held] = rng.permutation(n)[:held]
-        rank = rng.permutation(s).astype(np.int32)
-        rank[rng.random(s) < 0.2] = -1
-        got = np.asarray(blocks_back(n, jnp.asarray(tables), jnp.asarray(rank)))
-        for k in range(s + 1):
-            kept = {b for r in range(s) if rank[r] < k for b in tables[r] if b != NULL}
-            gone = {b for r in range(s) if rank[r] >= k for b in tables[r] if b != NULL}
+        ref_counts = np.bincount(tables[tables != NULL], minlength=n).astype(np.int32)
+        got = np.asarray(blocks_back(jnp.asarray(tables[older:]), jnp.asarray(ref_counts)))
+        for k in range(s - older + 1):
+            kept = {b for row in tables[: older + k] for b in row if b != NULL}
+            gone = {b for row in tables[older + k :] for b in row if b != NULL}
             assert got[k] == len(gone - kept)
 
 

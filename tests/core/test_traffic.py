@@ -16,6 +16,7 @@ CONFIGS = {
     },
     "index buckets overflow": {"index_ways": 1, "num_blocks": 30},
     "evict in batches": {"evict_batch": 6, "num_blocks": 30},
+    "one preemption a step": {"max_preemptions": 1, "num_blocks": 20},
     # Two tokens, blocks of two, few hashes: most blocks agree in most of their tokens, so only a
     # comparison of everything tells them apart.
     "alphabet of two": {"alphabet": 2, "block_size": 2, "hash_mask": 15, "max_model_len": 32},
@@ -41,6 +42,7 @@ TELLING = [
     "collisions, no cond, tight",
     "alphabet of two",
     "evict in batches",
+    "one preemption a step",
 ]
 
 

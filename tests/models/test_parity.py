@@ -214,3 +214,13 @@ def test_dense_gradients_agree_between_layouts_and_reach_every_leaf(tiny):
     for one, two in zip(jax.tree.leaves(unrolled), jax.tree.leaves(scanned), strict=True):
         np.testing.assert_allclose(one, two, atol=1e-6, rtol=1e-4)
         assert np.abs(one).max() > 0
+
+
+def test_one_token_does_not_copy_the_pool(tiny):
+    """XLA:CPU makes a scatter of one row into an update that copies; see forward._write_kv."""
+    model = LlamaModel(config=tiny.config)
+    pools = init_pool(2, 4096, BLOCK_SIZE, 2, 8, jnp.float32)
+    batch = make_batch([(ROWS[0][:1], 1)], BLOCK_TABLES[:1], BLOCK_SIZE, 1)
+    step = jax.jit(paged_step, static_argnums=0, donate_argnums=(2, 3))
+    compiled = step.lower(model, tiny.params, *pools, vars(batch)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < pools[0].nbytes // 8

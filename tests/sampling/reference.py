@@ -72,7 +72,7 @@ def make_inputs(
     stop_token_ids: object = (),
     num_logprobs: object = -1,
     valid: object = True,
-    num_stop: int = 4,
+    num_stop: int = 6,
 ) -> SamplingInputs:
     """Inputs for R rows; every field is a value for all rows or one per row."""
 

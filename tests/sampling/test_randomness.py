@@ -95,15 +95,13 @@ def test_a_row_is_bit_identical_whatever_is_around_it() -> None:
     everyone = np.arange(24)
     whole = run(logits, _inputs(params, everyone))
     assert len(set(np.asarray(whole.token_ids))) > 15
-    for rows_per_block in (7, 24):
-        out = run(logits, _inputs(params, everyone), rows_per_block)
-        _assert_rows_equal(out, everyone, whole)
+    _assert_rows_equal(run(logits, _inputs(params, everyone), 7), everyone, whole)
     for row in everyone:
         alone = np.asarray([row])
         _assert_rows_equal(run(logits[alone], _inputs(params, alone)), alone, whole)
     rng = np.random.default_rng(0)
     for _ in range(3):
-        shuffled = rng.permutation(everyone)[:9]
+        shuffled = rng.permutation(everyone)
         _assert_rows_equal(run(logits[shuffled], _inputs(params, shuffled)), shuffled, whole)
     # A row that does not sample changes nothing for the others either.
     inputs = make_inputs(24, stop_token_ids=[3], valid=everyone % 2 == 0, **params)

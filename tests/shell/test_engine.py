@@ -239,9 +239,7 @@ def test_a_pool_smaller_than_the_model_limits_requests():
 def test_a_tight_pool_preempts_and_changes_nothing(engine):
     """The invariants hold after every step, and everybody gets what they get alone."""
     tight = make_engine(check_invariants=True)
-    requests = [
-        (str(i), p[:20] + str(i), greedy(max_tokens=60)) for i, p in enumerate(PROMPTS * 2)
-    ]
+    requests = [(str(i), p[:20] + str(i), greedy(max_tokens=60)) for i, p in enumerate(PROMPTS * 2)]
     outputs = run(tight, requests)
     stats = tight.stats()
     assert stats.preemptions > 0
