@@ -1,6 +1,7 @@
 """Fixtures that more than one test folder needs: the real model, a real SentencePiece model."""
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 
@@ -34,6 +35,13 @@ def smollm2_gguf() -> Path:
     if path is None:
         pytest.skip("SmolLM2-135M is not on this machine; `make fetch` downloads it")
     return Path(path)
+
+
+@pytest.fixture(scope="session")
+def golden() -> list[dict]:
+    """Greedy outputs of SmolLM2-135M-Instruct by Hugging Face transformers (tests/golden)."""
+    path = Path(__file__).parent / "golden" / "smollm2_135m_float32.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def forward(
 
     def attend(layer):
         def attend_paged(q, k, v, pools):
-            pools = _write_kv(pools, k, v, slots, layer)
+            pools = write_kv(*pools, k, v, slots, layer=layer)
             attended = paged_attention(
                 q,
                 *pools,
@@ -84,6 +84,7 @@ def forward(
     def select(x):
         return x[output_indices]
 
+    narrow = output_indices is not None and output_indices.shape[0] < token_ids.shape[0]
     x, (k_pool, v_pool) = run_layers(
         config,
         params["layers"],
@@ -91,8 +92,10 @@ def forward(
         rope_tables(positions, config),
         attend,
         (k_pool, v_pool),
-        None if output_indices is None else select,
+        select if narrow else None,
     )
+    if output_indices is not None and not narrow:
+        x = select(x)
     return k_pool, v_pool, x[:num_outputs]
 
 
@@ -103,15 +106,6 @@ def _is_bfloat16(params: dict[str, Any]) -> bool:
     slower than two rows.
     """
     return params["trunk"]["embed_tokens"]["weight"].dtype == jnp.bfloat16
-
-
-def _write_kv(pools, k, v, slots, layer):
-    if slots.shape[0] == 1:
-        # XLA:CPU turns a scatter of one row into a slice update that reads the old value, which
-        # copies the pool; a second row that is dropped keeps it a scatter in place.
-        k, v = (jnp.pad(a, ((0, 1), (0, 0), (0, 0))) for a in (k, v))
-        slots = jnp.pad(slots, (0, 1), constant_values=NULL)
-    return write_kv(*pools, k, v, slots, layer=layer)
 
 
 def compute_logits(params: dict[str, Any], hidden: jax.Array, *, config: ModelConfig) -> jax.Array:
@@ -175,5 +169,6 @@ def forward_dense(
 
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
     x = trunk.embed_tokens(token_ids.reshape(-1))
-    x, _ = run_layers(config, params["layers"], x, rope_tables(positions, config), attend, ())
+    rope = rope_tables(positions, config)
+    x, _ = run_layers(config, params["layers"], x, rope, attend, (), unroll=True)
     return trunk.logits(x).reshape(batch, length, -1)

@@ -98,19 +98,28 @@ class LlamaLayer(nnx.Module):
         """x [T, E] float32 -> [T, E] float32; ``select`` drops tokens that nothing after attention
         needs.
         """
+        attended, cache = attend(*self.project(x, rope), cache)
+        if select is not None:
+            x, attended = select(x), select(attended)
+        return self.finish(x, attended), cache
+
+    def project(
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What goes into attention: x [T, E] -> q [T, H, D], k and v [T, K, D]."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         dtype = self.qkv_proj.weight[...].dtype
         qkv = self.qkv_proj(self.input_layernorm(x)).reshape(x.shape[0], -1, self.head_dim)
         q = apply_rope(qkv[:, :heads], rope).astype(dtype)
         k = apply_rope(qkv[:, heads : heads + kv_heads], rope).astype(dtype)
         v = qkv[:, heads + kv_heads :].astype(dtype)
-        attended, cache = attend(q, k, v, cache)
-        attended = attended.reshape(x.shape[0], -1)
-        if select is not None:
-            x, attended = select(x), select(attended)
-        x = x + self.o_proj(attended)
+        return q, k, v
+
+    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """What comes after attention: x [T, E] and attended [T, H, D] -> x [T, E]."""
+        x = x + self.o_proj(attended.reshape(x.shape[0], -1))
         gate, up = jnp.split(self.gate_up_proj(self.post_attention_layernorm(x)), 2, axis=-1)
-        return x + self.down_proj(jax.nn.silu(gate) * up), cache
+        return x + self.down_proj(jax.nn.silu(gate) * up)
 
 
 class Embedding(nnx.Module):
@@ -187,6 +196,32 @@ def bind_trunk(config: ModelConfig, params: dict[str, Any]) -> LlamaTrunk:
     return _bind(LlamaTrunk, config, params["trunk"])
 
 
+def _loop_layers(
+    layers: list[LlamaLayer],
+    x: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    attend: Callable[[jax.Array | int], Attend],
+    cache: Cache,
+) -> tuple[jax.Array, Cache]:
+    """Layers of separate weights in one loop, so that attention is compiled once and not L times.
+
+    On XLA:CPU a scan over stacked weights copies each layer's before use, and layers written out
+    one by one take four times as long to compile. Here a switch picks the products of the layer:
+    its branches only read their weights, which are not copied, and the cache stays outside it.
+    """
+    if not layers:
+        return x, cache
+    project = [lambda x, layer=layer: layer.project(x, rope) for layer in layers]
+    finish = [lambda x, attended, layer=layer: layer.finish(x, attended) for layer in layers]
+
+    def body(index: jax.Array, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+        x, cache = carry
+        attended, cache = attend(index)(*lax.switch(index, project, x), cache)
+        return lax.switch(index, finish, x, attended), cache
+
+    return lax.fori_loop(0, len(layers), body, (x, cache))
+
+
 def run_layers(
     config: ModelConfig,
     layers: tuple[dict[str, Any], ...] | dict[str, Any],
@@ -195,19 +230,24 @@ def run_layers(
     attend: Callable[[jax.Array | int], Attend],
     cache: Cache,
     select: Callable[[jax.Array], jax.Array] | None = None,
+    *,
+    unroll: bool = False,
 ) -> tuple[jax.Array, Cache]:
-    """All layers over x [T, E]: unrolled over a tuple, scanned over stacked arrays.
+    """All layers over x [T, E]: a loop over a tuple of layers, or a scan over stacked arrays.
 
     ``attend(layer)`` gives the attention function of layer ``layer``. ``cache`` passes from layer
-    to layer and stays in the scan's carry (as scanned input and output it would be allocated
-    twice). ``select`` is applied inside the last layer when the layers are unrolled, after it when
-    they are scanned.
+    to layer and stays in the loop's carry (as scanned input and output it would be allocated
+    twice). ``select`` is applied inside the last layer of a tuple, after it when they are scanned.
+    ``unroll`` writes the layers of a tuple out one by one: for gradients.
     """
     if isinstance(layers, tuple):
-        last = len(layers) - 1
-        for index, layer_params in enumerate(layers):
-            layer = _bind(LlamaLayer, config, layer_params)
-            x, cache = layer(x, rope, attend(index), cache, select if index == last else None)
+        bound = [_bind(LlamaLayer, config, layer_params) for layer_params in layers]
+        # Nothing may be selected before the last layer, which then stands by itself.
+        looped = 0 if unroll else len(bound) - (select is not None)
+        x, cache = _loop_layers(bound[:looped], x, rope, attend, cache)
+        for index in range(looped, len(bound)):
+            last = index == len(bound) - 1
+            x, cache = bound[index](x, rope, attend(index), cache, select if last else None)
         return x, cache
 
     def body(carry: tuple[jax.Array, Cache], scanned: tuple[Any, jax.Array]) -> Any:

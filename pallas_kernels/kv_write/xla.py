@@ -17,9 +17,10 @@ def write_kv(
     layer: int | jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """See ``api.write_kv``. In place under donation and in a loop's carry."""
-    num_blocks, block_size = k_pool.shape[1:3]
-    in_range = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
-    block = jnp.where(in_range, slot_mapping // block_size, num_blocks)
+    block_size = k_pool.shape[2]
+    # NULL is out of range as a block too, and the scatter drops it; so is what is negative, since
+    # a scatter (unlike indexing) does not wrap.
+    block = slot_mapping // block_size
     layer = jnp.full_like(block, layer)
     index = jnp.stack([layer, block, slot_mapping % block_size], axis=-1)
     return _scatter(k_pool, index, k), _scatter(v_pool, index, v)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import threading
 import time
 
@@ -379,16 +380,22 @@ def test_engine_crash_reaches_everybody(monkeypatch):
 
 
 def test_metrics(url):
-    from prometheus_client.parser import text_string_to_metric_families
-
+    """Prometheus' text format: help and type of every family, cumulative histogram buckets."""
     httpx.post(f"{url}/v1/completions", json={"prompt": "hi", "max_tokens": 3, "ignore_eos": True})
-    text = httpx.get(f"{url}/metrics").text
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    (total,) = families["pagedjax_output_tokens"].samples
-    assert total.value >= 3
-    assert total.labels == {"model": "tiny"}
-    histogram = families["pagedjax_time_to_first_token_seconds"]
-    values = {s.labels.get("le"): s.value for s in histogram.samples if s.name.endswith("_bucket")}
-    (count,) = [s.value for s in histogram.samples if s.name.endswith("_count")]
-    assert values["+Inf"] == count >= 1
-    assert list(values.values()) == sorted(values.values())
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    types = dict(line.split()[2:4] for line in lines if line.startswith("# TYPE"))
+    samples = {}
+    for line in lines:
+        if not line.startswith("#"):
+            name, labels, value = re.fullmatch(r"(\w+)\{(.*)\} (\S+)", line).groups()
+            family = name if name in types else re.sub(r"_(bucket|sum|count)$", "", name)
+            assert family in types, line
+            samples[name, labels] = float(value)
+    tiny = 'model="tiny"'
+    assert samples["pagedjax_output_tokens_total", tiny] >= 3
+    assert samples["pagedjax_requests_finished_total", f'{tiny},reason="length"'] >= 1
+    name = "pagedjax_time_to_first_token_seconds"
+    assert types[name] == "histogram"
+    buckets = [v for (n, _), v in samples.items() if n == f"{name}_bucket"]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == samples[f"{name}_count", tiny] >= 1

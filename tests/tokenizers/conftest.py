@@ -1,7 +1,6 @@
 """Tokenizers that the tests of this folder share, real ones and small ones made here."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +11,6 @@ from tests.tokenizers.corpus import TEXTS
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf):
     return load_tokenizer(smollm2_gguf)
-
-
-@pytest.fixture(scope="session")
-def golden():
-    """Prompts and greedy outputs of SmolLM2-135M-Instruct, tokenized by Hugging Face's library."""
-    lines = Path(__file__).with_name("golden.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,135 @@
+"""The real model against reference outputs: the same tokens and logprobs, however they are served.
+
+A configuration compiles one or two step sizes of a 30-layer model, so the default lane runs a few
+telling ways of serving and the slow lane all of them.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from pagedjax.config import EngineConfig
+from pagedjax.engine import build_engine
+from pagedjax.llm import LLM
+from pagedjax.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.real_model
+LOGPROB_TOLERANCE = 1e-4  # the bar is 1e-3; what float32 really gives is far below
+TOP_TOLERANCE = 1e-3
+
+
+def make_llm(gguf, **settings):
+    """A float32 engine that compiles nothing before it is needed."""
+    defaults = {
+        "dtype": "float32",
+        "kv_cache_dtype": "float32",
+        "num_blocks": 400,
+        "max_model_len": 1040,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (64,),
+        "max_logprobs": 5,
+        "max_num_seqs": 20,
+    }
+    config = EngineConfig(**{**defaults, **settings})
+    return LLM(engine=build_engine(gguf, config, progress=False, warm_up=False))
+
+
+def serve(llm, lines, *, one_at_a_time=False):
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=5)
+    prompts = [line["prompt_text"] for line in lines]
+    if one_at_a_time:
+        return [llm.generate(p, params, use_tqdm=False)[0] for p in prompts]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def check(outputs, lines):
+    """Tokens up to the first near-tie, chosen and top logprobs."""
+    worst = 0.0
+    for output, line in zip(outputs, lines, strict=True):
+        completion = output.outputs[0]
+        assert output.prompt_token_ids == line["prompt_ids"], line["id"]
+        n = min(line["near_ties"], default=48)
+        assert list(completion.token_ids[:n]) == line["output_ids"][:n], line["id"]
+        same = n if n < 48 else 48
+        got = [completion.logprobs[i][completion.token_ids[i]].logprob for i in range(same)]
+        worst = max(worst, np.abs(np.subtract(got, line["logprobs"][:same])).max(initial=0))
+        for i in range(same):
+            top = zip(line["top5_ids"][i], line["top5_logprobs"][i], strict=True)
+            for token_id, logprob in top:
+                found = completion.logprobs[i].get(token_id)
+                if found is not None:  # ties at the fifth place may name another token
+                    assert abs(found.logprob - logprob) < TOP_TOLERANCE, (line["id"], i)
+        assert completion.finish_reason == "length"
+        if n == 48:
+            assert completion.text == output_text(line), line["id"]
+    assert worst < LOGPROB_TOLERANCE, worst
+
+
+def output_text(line):
+    """The reference text without special tokens, which the engine leaves out by default."""
+    text = line["output_text"]
+    for special in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"):
+        text = text.replace(special, "")
+    return text
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_gguf):
+    return make_llm(smollm2_gguf)
+
+
+def test_all_at_once_cold_then_warm(llm, golden):
+    """20 prompts in one batch, prefill in chunks of what the budget leaves; then all again, from
+    the prefix cache."""
+    check(serve(llm, golden), golden)
+    outputs = serve(llm, golden)
+    check(outputs, golden)
+    assert sum(o.num_cached_tokens for o in outputs) > 100
+
+
+def test_one_at_a_time(llm, golden):
+    check(serve(llm, golden[:4], one_at_a_time=True), golden[:4])
+
+
+def test_pool_so_small_that_rows_are_preempted(smollm2_gguf, golden):
+    need = max(len(line["prompt_ids"]) + 48 for line in golden)
+    llm = make_llm(smollm2_gguf, num_blocks=need // 16 + 4, max_model_len=need + 8)
+    check(serve(llm, golden), golden)
+    assert llm.engine.stats().preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("budget", [1, 7, 64, 512], ids="chunk{}".format)
+def test_chunk_sizes(smollm2_gguf, golden, budget, caching):
+    """`max_num_batched_tokens` bounds the chunk: 1 and 7 leave no prompt whole, 512 every one."""
+    llm = make_llm(
+        smollm2_gguf,
+        max_num_batched_tokens=budget,
+        token_buckets=(budget,),
+        max_num_seqs=20,
+        enable_prefix_caching=caching,
+    )
+    lines = golden if budget > 1 else golden[:6]
+    check(serve(llm, lines), lines)
+    check(serve(llm, lines), lines)
+    check(serve(llm, lines[:5], one_at_a_time=True), lines[:5])
+    jax.clear_caches()
+
+
+@pytest.mark.slow
+def test_every_line_alone(llm, golden):
+    check(serve(llm, golden, one_at_a_time=True), golden)
+
+
+def test_a_wrong_reference_is_noticed(llm, golden):
+    """The checker can fail: one token of the reference changed, one logprob shifted."""
+    line = golden[0]
+    outputs = serve(llm, [line])
+    ids = list(line["output_ids"])
+    ids[1] += 1
+    with pytest.raises(AssertionError):
+        check(outputs, [{**line, "output_ids": ids}])
+    shifted = [x + 2e-3 for x in line["logprobs"]]
+    with pytest.raises(AssertionError):
+        check(outputs, [{**line, "logprobs": shifted}])
