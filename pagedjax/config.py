@@ -68,7 +68,7 @@ class EngineConfig:
 
     token_buckets: tuple[int, ...] | None = None
     """Sizes that a step is compiled for, ascending; the largest is max_num_batched_tokens. None:
-    powers of two, see default_token_buckets."""
+    a few powers of two, see default_token_buckets."""
 
     max_model_len: int | None = None
     """Most tokens in one sequence, prompt and output. None: what the model was trained for, or what
@@ -141,13 +141,15 @@ class EngineConfig:
 
 
 def default_token_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[int, ...]:
-    """Step sizes: powers of two up to the budget, max_num_seqs (all rows decode) and the budget.
+    """Step sizes: 1, powers of two from 4 on, max_num_seqs (all rows decode) and the budget.
 
-    No step is more than twice as large as the tokens in it. Each size is one compilation at start.
+    Each size is one compilation at start, of about ten seconds on two cores, so sizes are left out
+    where little is lost: 2 (a step of 4 costs nearly the same), and those between 128 and the
+    budget (a prompt fills a smaller bucket in two steps).
     """
-    powers = {1 << i for i in range((max_num_batched_tokens - 1).bit_length())}
+    powers = {1 << i for i in range(2, 8) if 1 << i < max_num_batched_tokens}
     decode_only = min(max_num_seqs, max_num_batched_tokens)
-    return tuple(sorted(powers | {decode_only, max_num_batched_tokens}))
+    return tuple(sorted({1} | powers | {decode_only, max_num_batched_tokens}))
 
 
 def load_config(

@@ -12,6 +12,7 @@ Lengths are the same in every repeat; token ids differ, so that nothing carries 
 cache from one repeat to the next. Repeat -1 is the warm-up.
 """
 
+import functools
 import os
 import random
 import statistics
@@ -113,7 +114,7 @@ def run_all(
     repeats: int = 3,
     *,
     warmup: bool = True,
-    log: Callable[[str], Any] = print,
+    log: Callable[[str], Any] = functools.partial(print, flush=True),  # noqa: B008
 ) -> dict[str, dict[str, Any]]:
     """{workload: {figure: its median, "best": the fastest repeat, "rows": every repeat}}."""
     results = {}

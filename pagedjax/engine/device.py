@@ -70,8 +70,9 @@ class Device:
 
     @property
     def name(self) -> str:
-        """Platform and kind, for people."""
-        return f"{self._device.platform} ({self._device.device_kind})"
+        """What it runs on, for people."""
+        kind = self._device.device_kind
+        return f"{kind} ({os.cpu_count()} cores)" if self._device.platform == "cpu" else kind
 
     @property
     def state(self) -> EngineState:

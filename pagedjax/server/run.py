@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import signal
 import socket
 import sys
 import time
@@ -81,7 +82,10 @@ def serve(engine: Engine, sock: socket.socket, *, log: Callable[[str], None]) ->
                 task.cancel()
         return server.should_exit
 
-    return asyncio.run(main())
+    stopped = asyncio.run(main())
+    # uvicorn has put Python's own handler back, whose traceback nobody wants on the way out.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    return stopped
 
 
 async def _end_requests_at_exit(server: Any, engine: AsyncEngine) -> None:

@@ -66,7 +66,8 @@ def paged_attention(
     out = jnp.zeros_like(q)
     if q.shape[0] > 1:
         out = _prefill(out, q, context, block_tables, query_start_loc, seq_lens, scale, metadata)
-    decoded = _decode(q, context, scale, metadata)
+    group = group_size(seq_lens.shape[0])
+    decoded = _decode(q, context, scale, metadata, group)
     return out.at[metadata.decode_tokens].set(decoded.astype(q.dtype), mode="drop")
 
 
@@ -149,18 +150,17 @@ def _attend(q: jax.Array, tables: jax.Array, positions: jax.Array, context: _Con
     return (acc / jnp.maximum(total, 1e-30)[..., None]).reshape(q.shape)
 
 
-def _decode(q: jax.Array, context: _Context, scale: float, work: Metadata) -> jax.Array:
+def _decode(q: jax.Array, context: _Context, scale: float, work: Metadata, group: int) -> jax.Array:
     """Output ``[U, H, D]`` float32 of the rows with one query, in the work list's order.
 
-    Two loops take the even and the odd groups. They do not depend on one another, and XLA:CPU
-    runs them at the same time, which it does not do for the small operations inside each.
+    Two loops take the even and the odd groups. They do not depend on one another, so XLA:CPU may
+    run them at the same time; the small operations inside each are mostly not split over cores.
     """
     num_rows = work.decode_tokens.shape[0]
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = context.k_pool.shape[3]
     tokens = jnp.minimum(work.decode_tokens, num_tokens - 1)
     queries = q.at[tokens].get(mode="promise_in_bounds").astype(jnp.float32) * scale
-    group = group_size(num_rows)
     ways = min(_WAYS, num_rows // group)
 
     def loop(way: int) -> jax.Array:

@@ -217,7 +217,7 @@ def test_dense_gradients_agree_between_layouts_and_reach_every_leaf(tiny):
 
 
 def test_one_token_does_not_copy_the_pool(tiny):
-    """XLA:CPU makes a scatter of one row into an update that reads the old value, which may copy."""
+    """XLA:CPU makes a scatter of one row an update that reads the old value; still in place."""
     model = LlamaModel(config=tiny.config)
     pools = init_pool(2, 4096, BLOCK_SIZE, 2, 8, jnp.float32)
     batch = make_batch([(ROWS[0][:1], 1)], BLOCK_TABLES[:1], BLOCK_SIZE, 1)

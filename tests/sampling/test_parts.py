@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.sampling import topn, wide
+from pagedjax.sampling import draw, topn, wide
 from tests.sampling.reference import order
 
 U48 = st.integers(0, 2**48 - 1)
@@ -97,3 +97,15 @@ def test_max_reports_nan_and_infinity_wherever_they_are(bad: float, vocab: int) 
     np.fill_diagonal(x, bad)
     largest, _ = jax.jit(topn.max_and_argmax)(x)
     assert np.all(np.isposinf(largest))
+
+
+@pytest.mark.parametrize(
+    ("before", "total", "p", "inside"),
+    [(3, 7, 0.5, True), (4, 7, 0.5, False), (4, 8, 0.5, False), (0, 7, 0.0, True), (6, 7, 1, True)],
+)
+def test_a_token_is_in_top_p_until_the_share_is_reached(
+    before: int, total: int, p: float, inside: bool
+) -> None:
+    bounds = tuple(part[:, None] for part in _wide(total, total))
+    got = draw._in_top_p(_wide(before), bounds, jnp.asarray([p], jnp.float32))
+    assert got.tolist() == [[inside], [inside]]
