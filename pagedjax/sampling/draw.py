@@ -115,7 +115,7 @@ def _weights(x: jax.Array, row_max: jax.Array, params: DrawParams) -> jax.Array:
     )
     # A finite reciprocal: 0 * inf at the largest logit, or -inf * 0 at a masked one, would be NaN.
     share = jnp.exp((x - row_max) * jnp.clip(1 / temperature, 1e-30, 1e30))
-    share = jnp.where(share >= min_p, share, 0)
+    share = jnp.where(share < min_p, 0, share)
     return (share * 2.0**WEIGHT_BITS + 0.5).astype(jnp.int32).astype(jnp.uint32)
 
 
@@ -212,7 +212,7 @@ def _in_top_p(before: Wide, bounds: Wide, top_p: jax.Array) -> jax.Array:
         digits.append(jnp.floor(rest).astype(jnp.uint32))
         rest = rest - jnp.floor(rest)
     needed = wide.scale_by_fraction(bounds, digits, ceil=True)
-    return wide.less(before, needed) | (top_p >= 1) | ((before[0] | before[1]) == 0)
+    return wide.less(before, needed) | ~(top_p < 1) | ((before[0] | before[1]) == 0)
 
 
 def _pick(

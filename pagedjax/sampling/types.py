@@ -14,8 +14,8 @@ class SamplingInputs:
     """The sampling parameters of one step's rows, all traced: no value ever means a new compile.
 
     Out-of-range values mean "off" (`top_k <= 0` or `>= V`, `top_p >= 1`, `min_p <= 0`) or the
-    nearest value that means something (`top_p <= 0` keeps one token, `min_p > 1` acts as 1); none
-    is an error.
+    nearest value that means something (`top_p <= 0` keeps one token, `min_p > 1` acts as 1). NaN
+    is off; a temperature that is NaN or negative is greedy.
     """
 
     temperature: jax.Array

@@ -114,6 +114,15 @@ def test_huge_and_infinite_logits_and_temperatures() -> None:
     assert set(draws(only, temperature=np.inf)) == {3, 11, 20}
 
 
+def test_parameters_that_are_no_number_are_off() -> None:
+    logits = np.full(VOCAB, -np.inf)
+    logits[[2, 7, 9]] = 1.0, 0.0, 0.5
+    for params in ({"top_p": np.nan}, {"min_p": np.nan}, {"top_k": 2, "min_p": np.nan}):
+        expected = {2, 9} if "top_k" in params else {2, 7, 9}
+        assert set(draws(logits, temperature=1, **params)) == expected
+    assert set(draws(logits, temperature=np.nan)) == {2}
+
+
 def test_greedy_takes_the_lowest_id_among_ties_and_zeros_of_either_sign() -> None:
     logits = np.asarray([[-1, -0.0, 0.0, -2], [0.0, 0.0, -0.0, 0.0], [1, 5, 5, 5]], np.float32)
     np.testing.assert_array_equal(run(logits, make_inputs(3)).token_ids, [1, 0, 1])
