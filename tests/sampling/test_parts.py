@@ -1,16 +1,14 @@
 """The sampler's parts against plain numpy and Python integers: wide arithmetic, maxima, top-n."""
 
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pagedjax.sampling import draw, topn, wide
 from tests.sampling.reference import order
-
-U48 = st.integers(0, 2**48 - 1)
 
 
 def _wide(*values: int) -> wide.Wide:
@@ -26,26 +24,31 @@ def _ints(value: wide.Wide) -> list[int]:
     return list(high * 2**16 + low)
 
 
-@settings(max_examples=20)
-@given(a=U48, b=U48)
-def test_wide_add_subtract_compare(a: int, b: int) -> None:
-    a, b = a // 2, b // 2
-    small, large = sorted((a, b))
-    assert _ints(wide.add(_wide(a), _wide(b))) == [a + b]
-    assert _ints(wide.subtract(_wide(large), _wide(small))) == [large - small]
-    assert bool(wide.less(_wide(a), _wide(b))[0]) == (a < b)
-    chosen = wide.select(wide.less(_wide(a), _wide(b)), _wide(a), _wide(b))
-    assert _ints(chosen) == [small]
-    assert float(wide.to_float(_wide(a))[0]) == pytest.approx(a, rel=1e-6)
+def _numbers(n: int, bits: int, seed: int) -> list[int]:
+    """Integers of every length up to so many bits, the largest one and zero among them."""
+    rng = random.Random(seed)
+    return [0, 2**bits - 1, *(rng.getrandbits(rng.randint(1, bits)) for _ in range(n - 2))]
 
 
-@settings(max_examples=20)
-@given(value=U48, fraction=U48)
-def test_wide_scale_by_fraction(value: int, fraction: int) -> None:
-    digits = [jnp.asarray([fraction >> s & 0xFFFF], jnp.uint32) for s in (32, 16, 0)]
-    product = value * fraction
-    assert _ints(wide.scale_by_fraction(_wide(value), digits)) == [product >> 48]
-    assert _ints(wide.scale_by_fraction(_wide(value), digits, ceil=True)) == [-(-product >> 48)]
+def test_wide_add_subtract_compare() -> None:
+    a, b = _numbers(500, 47, seed=0), _numbers(500, 47, seed=1)[::-1]
+    small, large = ([f(x, y) for x, y in zip(a, b, strict=True)] for f in (min, max))
+    assert _ints(wide.add(_wide(*a), _wide(*b))) == [x + y for x, y in zip(a, b, strict=True)]
+    difference = [x - y for x, y in zip(large, small, strict=True)]
+    assert _ints(wide.subtract(_wide(*large), _wide(*small))) == difference
+    less = wide.less(_wide(*a), _wide(*b))
+    assert less.tolist() == [x < y for x, y in zip(a, b, strict=True)]
+    assert _ints(wide.select(less, _wide(*a), _wide(*b))) == small
+    np.testing.assert_allclose(wide.to_float(_wide(*a)), np.asarray(a, np.float64), rtol=1e-6)
+
+
+def test_wide_scale_by_fraction() -> None:
+    values, fractions = _numbers(500, 48, seed=2), _numbers(500, 48, seed=3)
+    digits = [jnp.asarray([f >> s & 0xFFFF for f in fractions], jnp.uint32) for s in (32, 16, 0)]
+    products = [v * f for v, f in zip(values, fractions, strict=True)]
+    assert _ints(wide.scale_by_fraction(_wide(*values), digits)) == [p >> 48 for p in products]
+    up = wide.scale_by_fraction(_wide(*values), digits, ceil=True)
+    assert _ints(up) == [-(-p >> 48) for p in products]
 
 
 def test_wide_sums_do_not_overflow() -> None:
@@ -55,18 +58,16 @@ def test_wide_sums_do_not_overflow() -> None:
     assert _ints(total) == [4096 * 2**31] * 2
 
 
-@settings(max_examples=20)
-@given(parts=st.lists(st.integers(0, 2**31), min_size=7, max_size=7), at=st.floats(0, 1))
-def test_locate_inverts_the_running_sum(parts: list[int], at: float) -> None:
-    total = sum(parts)
-    if total == 0:
-        return
-    target = min(int(total * at), total - 1)
-    starts = np.concatenate([[0], np.cumsum(np.asarray(parts, object))])
-    index, rest = wide.locate(wide.widen(jnp.asarray([parts], jnp.uint32)), _wide(target))
-    i = int(index[0])
-    assert starts[i] <= target < starts[i + 1]
-    assert _ints(rest) == [target - starts[i]]
+def test_locate_inverts_the_running_sum() -> None:
+    rng = random.Random(4)
+    parts = [[rng.choice([0, rng.getrandbits(31), 2**31]) for _ in range(7)] for _ in range(200)]
+    parts = [p for p in parts if sum(p)]
+    starts = [np.concatenate([[0], np.cumsum(np.asarray(p, object))]) for p in parts]
+    targets = [rng.choice([0, s[-1] - 1, s[3] % s[-1], rng.randrange(s[-1])]) for s in starts]
+    index, rest = wide.locate(wide.widen(jnp.asarray(parts, jnp.uint32)), _wide(*targets))
+    for i, left, start, target in zip(index, _ints(rest), starts, targets, strict=True):
+        assert start[i] <= target < start[i + 1]
+        assert left == target - start[i]
 
 
 @pytest.mark.parametrize("vocab", [1, 129, 1000])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.shell.tiny import make_engine
+from tests.shell.tiny import drain, make_engine
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +17,6 @@ def engine(warm_engine):
     """The shared engine; every test must leave it idle, with all blocks free or cached."""
     assert not warm_engine.has_work()
     yield warm_engine
-    while warm_engine.has_work():
-        warm_engine.step()
+    drain(warm_engine)
     stats = warm_engine.stats()
     assert stats.num_free_blocks + stats.num_evictable_blocks == stats.num_blocks

@@ -7,7 +7,7 @@ import pytest
 from pagedjax.engine import InvalidRequestError, QueueFullError
 from pagedjax.engine.request import check_request
 from pagedjax.sampling_params import SamplingParams
-from tests.shell.tiny import ASSISTANT, EOS, make_engine, params, run
+from tests.shell.tiny import ASSISTANT, EOS, drain, make_engine, params, run
 
 PROMPTS = ["hello world", "abcdefgh" * 5, "x", "The quick brown fox", "zzzz", "0123456789" * 3]
 
@@ -86,10 +86,8 @@ def test_stop_string_across_tokens(engine):
     assert len(text) == 30
     stop = text[10:13]
     at = text.index(stop)
-    deltas = []
     engine.add_request("s", "hello", greedy(max_tokens=30, stop=[stop]))
-    while engine.has_work():
-        deltas += engine.step()
+    deltas = drain(engine)
     assert "".join(d.outputs[0].text for d in deltas) == text[:at]
     last = deltas[-1].outputs[0]
     assert (last.finish_reason, last.stop_reason) == ("stop", stop)
@@ -189,9 +187,8 @@ def test_queue_is_bounded():
     with pytest.raises(QueueFullError, match="max_queue_size is 2"):
         engine.add_request("more", "hello", greedy())
     outputs = {}
-    while engine.has_work():
-        for delta in engine.step():
-            outputs.setdefault(delta.request_id, []).extend(delta.outputs[0].token_ids)
+    for delta in drain(engine):
+        outputs.setdefault(delta.request_id, []).extend(delta.outputs[0].token_ids)
     assert len(outputs) == engine.config.table_rows + 2
     assert len(set(map(tuple, outputs.values()))) == 1
     engine.add_request("more", "hello", greedy())

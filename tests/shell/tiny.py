@@ -112,15 +112,24 @@ def make_engine(weights=None, **changes) -> Engine:
     )
 
 
+def drain(engine):
+    """Step until idle; -> all deltas. An engine that never gets there fails the test."""
+    deltas = []
+    for _ in range(5000):
+        if not engine.has_work():
+            return deltas
+        deltas += engine.step()
+    raise AssertionError("the engine never becomes idle")
+
+
 def run(engine, requests):
     """Add (id, prompt, params) to an engine, step until idle; -> id -> whole output."""
     outputs = {}
     for request_id, prompt, sampling in requests:
         engine.add_request(request_id, prompt, sampling)
-    while engine.has_work():
-        for delta in engine.step():
-            if delta.request_id in outputs:
-                outputs[delta.request_id].add(delta)
-            else:
-                outputs[delta.request_id] = delta
+    for delta in drain(engine):
+        if delta.request_id in outputs:
+            outputs[delta.request_id].add(delta)
+        else:
+            outputs[delta.request_id] = delta
     return outputs
