@@ -250,18 +250,15 @@ def test_abort_frees_blocks_and_leaves_the_others(engine):
     expected = alone(engine, "abc", greedy(max_tokens=30)).token_ids
     for i in range(8):
         engine.add_request(str(i), "abc", greedy(max_tokens=30))
+    deltas = [delta for _ in range(6) for delta in engine.step()]
+    for i in (0, 2, 5, 7):
+        engine.abort(str(i))
+    engine.abort("never there")
     outputs, reasons = {}, {}
-    for step in range(1000):
-        if step == 6:
-            for i in (0, 2, 5, 7):
-                engine.abort(str(i))
-            engine.abort("never there")
-        for delta in engine.step():
-            outputs.setdefault(delta.request_id, []).extend(delta.outputs[0].token_ids)
-            if delta.finished:
-                reasons[delta.request_id] = delta.outputs[0].finish_reason
-        if not engine.has_work():
-            break
+    for delta in deltas + drain(engine):
+        outputs.setdefault(delta.request_id, []).extend(delta.outputs[0].token_ids)
+        if delta.finished:
+            reasons[delta.request_id] = delta.outputs[0].finish_reason
     assert {i for i, reason in reasons.items() if reason == "abort"} == {"0", "2", "5", "7"}
     for i in ("1", "3", "4", "6"):
         assert reasons[i] == "length"

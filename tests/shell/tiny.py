@@ -113,12 +113,17 @@ def make_engine(weights=None, **changes) -> Engine:
 
 
 def drain(engine):
-    """Step until idle; -> all deltas. An engine that never gets there fails the test."""
-    deltas = []
+    """Step until idle; -> all deltas. Fails if that never happens, or if a request that has
+    finished gets more."""
+    deltas, finished = [], set()
     for _ in range(5000):
         if not engine.has_work():
             return deltas
-        deltas += engine.step()
+        for delta in engine.step():
+            assert delta.request_id not in finished
+            if delta.finished:
+                finished.add(delta.request_id)
+            deltas.append(delta)
     raise AssertionError("the engine never becomes idle")
 
 
