@@ -28,8 +28,8 @@ def commit(
 
     Args:
       state: as `schedule` returned it; consumed.
-      sampled: `pagedjax.sampling.Sampled` by rank; entries where `plan.needs_sample` is False are
-        ignored. A row whose logits were NaN ends with `ErrorCode.NAN_LOGITS` and gets no token.
+      sampled: `pagedjax.sampling.Sampled` by rank; tokens where `plan.needs_sample` is False are
+        ignored. A scheduled row with `nan` ends with `ErrorCode.NAN_LOGITS` and gets no token.
     """
     num_tokens = plan.token_ids.shape[0]
     state, token, logprob = _append(config, state, plan, sampled)
@@ -46,7 +46,7 @@ def _append(config: SchedulerConfig, state: SchedulerState, plan: Plan, sampled)
     wants = take(plan.needs_sample, plan.rank, False)
     # A row aborted between schedule and commit keeps its end and gets no token.
     wants &= rows.status == Status.RUNNING
-    nan = wants & take(sampled.nan, plan.rank, False)
+    nan = (advanced > 0) & (rows.status == Status.RUNNING) & take(sampled.nan, plan.rank, False)
     new = wants & ~nan
     token = jnp.where(new, take(sampled.token_ids, plan.rank, 0).astype(jnp.int32), NO_TOKEN)
 

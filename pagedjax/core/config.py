@@ -97,8 +97,13 @@ class SchedulerConfig:
         return min(self.max_num_seqs, num_tokens)
 
     def max_new_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a step of `num_tokens` tokens can allocate."""
-        return num_tokens // self.block_size + self.max_step_rows(num_tokens)
+        """Most blocks that a step of `num_tokens` tokens can allocate.
+
+        A row's chunk may begin and end inside a block. Where it begins inside one, the row holds
+        that block already, unless the row is being admitted and the block is a copy.
+        """
+        rows = self.max_step_rows(num_tokens)
+        return num_tokens // self.block_size + rows + min(self.max_admissions, rows)
 
     def max_registrations(self, num_tokens: int) -> int:
         """Most blocks that one commit enters into the prefix index; the rest wait a step."""

@@ -77,7 +77,10 @@ def execute(
     k_pool, v_pool, hidden = model.forward(params, k_pool, v_pool, plan, plan.logit_index)
     logits = model.compute_logits(params, hidden)
     sampled = sample(logits, inputs, max_logprobs=config.max_logprobs)
-    return k_pool, v_pool, sampled
+    # A chunk that is not its row's last samples nothing, but its keys and values are cached. A bad
+    # token spoils all later ones of its row, so the last token of the chunk tells.
+    bad = (plan.row_ids != NULL) & ~jnp.isfinite(hidden).all(-1)
+    return k_pool, v_pool, dataclasses.replace(sampled, nan=sampled.nan | bad)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,16 +58,22 @@ def schedule(
 
 
 def retire(config: SchedulerConfig, state: SchedulerState) -> SchedulerState:
-    """FINISHED rows give their blocks back and become EMPTY, at most `max_retirements` a step."""
+    """FINISHED rows give their blocks back and become EMPTY, at most `max_retirements` a step.
+
+    The entries of their tables stay, unheld, until the next `schedule` clears them.
+    """
     rows, blocks = state.rows, state.blocks
     done = rows.status == Status.FINISHED
+    column = jnp.arange(config.max_blocks_per_seq)[None]
     if config.max_retirements >= config.num_rows:
         out = done
-        ids = jnp.where(done[:, None], blocks.block_tables, NULL)
+        held = jnp.where(done, blocks.num_blocks_held, 0)
+        ids = jnp.where(column < held[:, None], blocks.block_tables, NULL)
     else:
         which = jnp.nonzero(done, size=config.max_retirements, fill_value=NULL)[0]
         out = jnp.zeros(config.num_rows, bool).at[which].set(True, mode="drop")
-        ids = take(blocks.block_tables, which, NULL)
+        held = take(blocks.num_blocks_held, which, 0)
+        ids = jnp.where(column < held[:, None], take(blocks.block_tables, which, NULL), NULL)
     pool = pool_of(state)
     pool = when(
         config.use_cond, out.any(), lambda p: release(p, state.prefix.slot, state.step, ids), pool

@@ -50,7 +50,7 @@ class ErrorCode(IntEnum):
 
     NONE = 0
     IMPOSSIBLE = 1  #: can never fit the pool or the table, or asks for no token
-    NAN_LOGITS = 2  #: the model gave NaN or infinite logits for this row
+    NAN_LOGITS = 2  #: the model gave NaN or infinite values for this row
 
 
 def _pytree(cls):

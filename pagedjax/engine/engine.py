@@ -243,8 +243,11 @@ class Engine:
                 self._rows.take(row, request)
         for request in ended:
             self._rows.let_go(request)
-            outputs.append(request.end("abort"))
-            self._stats.finished("abort", request, self._clock())
+            try:
+                outputs.append(request.end("abort"))
+            except Exception as error:  # held text that does not decode harms nobody else
+                outputs.append(request.fail(f"{type(error).__name__}: {error}"))
+            self._stats.finished(request.finish_reason, request, self._clock())
         mask = self._rows.take_rows_to_end()
         if mask is not None:
             self._device.end(mask)

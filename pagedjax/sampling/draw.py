@@ -102,10 +102,14 @@ def draw(x: jax.Array, row_max: jax.Array, active: jax.Array, params: DrawParams
         mass, count = _measure(x, weights, ids, s, params.top_k)
         s = _judge(s, mass, count, params)
         pivot, pivot_weight = _pick(x, weights, s, params)
-        return s._replace(pivot=pivot, pivot_weight=pivot_weight)
+        kept = _Place(*(jnp.where(s.done, a, c) for a, c in zip(s.pivot, pivot, strict=True)))
+        return s._replace(pivot=kept, pivot_weight=pivot_weight, done=s.done | unfiltered)
 
+    # Without top-k and top-p the first draw is the answer, and needs no measuring.
+    unfiltered = (params.top_k >= width) & ~(params.top_p < 1)
     first = _initial(b, width, active)
-    return lax.while_loop(lambda s: jnp.any(~s.done), body, first).marks.id[_DRAWN]
+    last = lax.while_loop(lambda s: jnp.any(~s.done), body, first)
+    return jnp.where(unfiltered, last.pivot.id, last.marks.id[_DRAWN])
 
 
 def _weights(x: jax.Array, row_max: jax.Array, params: DrawParams) -> jax.Array:

@@ -46,7 +46,7 @@ class StreamOptions(_Strict):
     """Options of a streamed answer."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class _Request(_Strict):

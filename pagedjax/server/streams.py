@@ -22,7 +22,19 @@ def submit(
     params: SamplingParams,
     **options: Any,
 ) -> list[OutputStream]:
-    """Queue all prompts of one HTTP request, or none."""
+    """Queue all prompts of one HTTP request, or none.
+
+    More than could ever wait at once is refused for good; more than there is room for now is not.
+    """
+    config = engine.engine.config
+    most = config.max_queue_size + config.table_rows
+    if len(prompts) > most:
+        raise ApiError(
+            400,
+            f"prompt holds {len(prompts)} prompts; one request may hold at most {most} "
+            "(max_queue_size and the rows of the request table)",
+            param="prompt",
+        )
     streams: list[OutputStream] = []
     try:
         for prompt in prompts:

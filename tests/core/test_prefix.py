@@ -131,6 +131,22 @@ def test_oldest_chain_goes_first_and_tails_before_heads():
     assert run.tolist() == [0, 3]
 
 
+def test_many_partial_matches_in_one_small_step():
+    """Chunks that begin inside a copied block and end inside another: each needs a block more than
+    its tokens alone would, and every one of them has its own."""
+    driver = Driver(num_tokens=8, max_num_seqs=4, max_admissions=4)
+    run_to_end(driver, [*PROMPT[:9], 1, 1, 1], extra=1)
+    for token in (0, 2, 3, 5):  # not PROMPT[7], which would fill the block
+        driver.add_request([*PROMPT[:7], token, token], 16, stop=False)
+    before = int(driver.output.num_free_blocks) + int(driver.output.num_evictable_blocks)
+    driver.step()
+    assert driver.counts["copies"] == 4
+    assert int(driver.plan.num_seqs) == 4
+    driver.drain()
+    after = int(driver.output.num_free_blocks) + int(driver.output.num_evictable_blocks)
+    assert before <= after == driver.config.num_blocks, "no block is lost"
+
+
 def test_select_victims_against_a_sort():
     rng = np.random.default_rng(0)
     config = SchedulerConfig(

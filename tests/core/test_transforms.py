@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.core.commit import commit
-from pagedjax.core.schedule import schedule
+from pagedjax.core.schedule import retire, schedule
 from pagedjax.core.state import Status
 from tests.core.driver import Driver, null_samples
 
@@ -112,6 +112,23 @@ def test_jit_equals_no_jit():
         b, out_b = one_step(b, config, 4)
         assert_same(out_a, out_b)
     assert_same(a, b)
+
+
+def test_rows_ended_between_steps_give_blocks_back_once():
+    """Abort and retire without a step, a new request in the row, and the same again: what the
+    table still names from before is not released a second time."""
+    driver = Driver()
+    retire_now = jax.jit(partial(retire, config=driver.config))
+    everything = np.ones(driver.config.num_rows, bool)
+    driver.add_request([1, 2, 3, 4, 5], 20, stop=False)
+    driver.step()
+    for _ in range(2):
+        driver.state = driver.jit.abort(driver.state, everything)
+        driver.state = retire_now(state=driver.state)
+        driver.requests.clear()
+        assert (np.asarray(driver.state.blocks.ref_counts) == 0).all()
+        driver.add_request([5, 4, 3], 20, stop=False)
+    driver.drain()
 
 
 def test_failure_is_data():
