@@ -316,6 +316,31 @@ def test_thirty_two_at_once_some_of_whom_leave(url, expected):
             assert text == expected(prompt.encode(), 30).text
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_aborts_the_request(server, url, monkeypatch, stream):
+    """The connection closes in the middle: the request does not run to its end."""
+    engine = server[1].engine
+    step = engine.step
+
+    def slow_step():
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow_step)
+    before = engine.stats()
+    body = {"prompt": ["abc", "def"], "max_tokens": 90, "ignore_eos": True, "stream": stream}
+    if stream:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json=body, timeout=0.3)
+    wait_until_idle(engine)
+    after = engine.stats()
+    assert after.finished["abort"] - before.finished.get("abort", 0) == 2
+    assert after.output_tokens - before.output_tokens < 2 * 80
+
+
 def test_queue_full_is_429():
     engine = make_engine(max_queue_size=0)
     with serving(engine) as (url, async_engine):
