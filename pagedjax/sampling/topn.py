@@ -17,20 +17,27 @@ def pad_to_multiple(x: jax.Array, multiple: int) -> jax.Array:
 def max_and_argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The largest entry of each row and the lowest index that holds it: [b] float32, [b] int32.
 
-    A row with NaN or +inf anywhere gives +inf (XLA's CPU backend may drop NaN from a maximum, so it
-    is turned into +inf first), and then the index means nothing.
+    A row with NaN or +inf anywhere gives +inf, and then the index means nothing.
 
-    A plain `jnp.argmax` compiles to one scalar loop on CPU; maxima of chunks are vectorised, and
-    only the chunk that holds the maximum is searched.
+    On CPU a plain `jnp.argmax` is one scalar loop. Maxima of chunks are vectorised, and only the
+    chunk that holds the maximum is searched. They may drop NaN, though (XLA does not promise
+    otherwise there), and any operation on the logits first would be written to memory at [b, V]; so
+    NaN is looked for by a sum, which is as fast. A sum is NaN for -inf beside huge logits, too:
+    then, rarely, every logit is looked at.
     """
     b = x.shape[0]
     chunks = pad_to_multiple(x, CHUNK).reshape(b, -1, CHUNK)
-    inf = jnp.float32(jnp.inf)
-    maxima = jnp.max(jnp.where(chunks < inf, chunks, inf), axis=-1)
+    maxima = jnp.max(chunks, axis=-1)
     largest = jnp.max(maxima, axis=-1)
     chunk = _first(maxima == largest[:, None])
     inside = jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0]
-    return largest, chunk * CHUNK + _first(inside == largest[:, None])
+    index = chunk * CHUNK + _first(inside == largest[:, None])
+
+    suspect = jnp.isnan(jnp.sum(x, axis=-1))
+    nan = lax.cond(
+        jnp.any(suspect), lambda: jnp.any(jnp.isnan(x), axis=-1), lambda: jnp.zeros_like(suspect)
+    )
+    return jnp.where(nan, jnp.inf, largest), index
 
 
 def _first(mask: jax.Array) -> jax.Array:

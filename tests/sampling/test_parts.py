@@ -110,3 +110,14 @@ def test_a_token_is_in_top_p_until_the_share_is_reached(
     bounds = tuple(part[:, None] for part in _wide(total, total))
     got = draw._in_top_p(_wide(before), bounds, jnp.asarray([p], jnp.float32))
     assert got.tolist() == [[inside], [inside]]
+
+
+def test_huge_logits_beside_masked_ones_are_not_taken_for_nan() -> None:
+    x = np.full((3, 400), 3e38, np.float32)  # their sum is +inf, and NaN with a -inf
+    x[:, 50] = 3.1e38
+    x[0, 399] = -np.inf
+    x[1, ::2] = -np.inf
+    x[2, 100] = np.nan
+    largest, index = jax.jit(topn.max_and_argmax)(x)
+    np.testing.assert_array_equal(largest, np.asarray([3.1e38, 3e38, np.inf], np.float32))
+    np.testing.assert_array_equal(index[:2], [50, 1])
