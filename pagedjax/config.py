@@ -29,10 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything an engine is built from besides the model itself.
-
-    Raises `ValueError` naming the field, the value given and the values accepted.
-    """
+    """Everything an engine is built from besides the model itself."""
 
     dtype: Dtype = "auto"
     """Type of weights and activations. auto: bfloat16 on a GPU and on CPUs with bfloat16 matrix
@@ -80,6 +77,10 @@ class EngineConfig:
     max_queue_size: int = 1024
     """Most requests waiting outside the request table; further ones are refused (HTTP 429)."""
 
+    watermark: float = 0.01
+    """Share of the KV pool that admitting a request must leave free while others run. Without it
+    the next tokens of those that run would soon push the new one out again."""
+
     max_logprobs: int = 20
     """Most top logprobs that one request may ask for."""
 
@@ -89,10 +90,21 @@ class EngineConfig:
     seed: int = 0
     """Where the seeds of requests that bring none are drawn from."""
 
+    compilation_cache_dir: str | None = None
+    """Folder that keeps compiled programs, so that the next start need not compile. None: the one
+    that JAX has been given already, if any, else "compiled" in ~/.cache/pagedjax (or in what the
+    environment variable PAGEDJAX_CACHE says). off: none of ours. JAX has one such folder for the
+    whole process."""
+
+    compile_threads: int | None = None
+    """Step sizes that are compiled at the same time at start. Each takes memory of its own while it
+    compiles, so fewer need less. None: one for each core, at most 4."""
+
     check_invariants: bool = False
     """Check the whole state after every step, stop at the first violation. Slow; for debugging."""
 
     def __post_init__(self) -> None:
+        """Raises `ValueError` naming the field, the value given and the values accepted."""
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), _hints()[field.name])
         _check_range("block_size", self.block_size, 1, 1024)
@@ -105,11 +117,16 @@ class EngineConfig:
         _check_range("max_logprobs", self.max_logprobs, 0, 1024)
         _check_range("max_stop_token_ids", self.max_stop_token_ids, 1, 1024)
         _check_range("seed", self.seed, 0, MAX_SEED)
+        _check_range("compile_threads", self.compile_threads, 1, 1024)
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ValueError(
                 f"memory_fraction must be above 0 and at most 1, or left out "
                 f"(got {self.memory_fraction})"
             )
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be at least 0 and below 1 (got {self.watermark})")
+        if self.compilation_cache_dir == "":
+            raise ValueError("compilation_cache_dir must be a folder, or off (got '')")
         self._check_buckets()
 
     def _check_buckets(self) -> None:
@@ -144,10 +161,10 @@ def default_token_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> tup
     """Step sizes: 1, powers of two from 4 on, max_num_seqs (all rows decode) and the budget.
 
     Each size is one compilation at start, of about ten seconds on two cores, so sizes are left out
-    where little is lost: 2 (a step of 4 costs nearly the same), and those between 128 and the
+    where little is lost: 2 (a step of 4 costs nearly the same), and those between 256 and the
     budget (a prompt fills a smaller bucket in two steps).
     """
-    powers = {1 << i for i in range(2, 8) if 1 << i < max_num_batched_tokens}
+    powers = {1 << i for i in range(2, 9) if 1 << i < max_num_batched_tokens}
     decode_only = min(max_num_seqs, max_num_batched_tokens)
     return tuple(sorted({1} | powers | {decode_only, max_num_batched_tokens}))
 
@@ -221,11 +238,14 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
 
 
 def _from_plain(key: str, value: Any) -> Any:
-    """TOML and JSON have arrays, the dataclass tuples; a whole number stands for a float."""
+    """TOML and JSON have arrays, the dataclass tuples; a whole number stands for a float, and
+    callers in Python may have a path for a folder's name."""
     if key == "token_buckets" and isinstance(value, list):
         return tuple(value)
-    if key == "memory_fraction" and isinstance(value, int) and not isinstance(value, bool):
+    if key in ("memory_fraction", "watermark") and type(value) is int:
         return float(value)
+    if key == "compilation_cache_dir" and isinstance(value, Path):
+        return str(value)
     return value
 
 
@@ -250,7 +270,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
     if _matches(value, hint):
         return
     options = [h for h in typing.get_args(hint) if h is not type(None)] or [hint]
-    words = {int: "an integer", float: "a number", bool: "true or false"}
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
     if typing.get_origin(hint) is Literal:
         accepted = "one of " + ", ".join(typing.get_args(hint))
     else:

@@ -27,8 +27,6 @@ class LLM:
       config: a TOML file of settings, or an `EngineConfig`.
       use_tqdm: show progress while loading.
       engine: use this one instead of building one.
-      compilation_cache: folder that keeps compiled programs, so that the next start is quick.
-        None: none.
       settings: fields of `EngineConfig`; they override the file.
     """
 
@@ -39,7 +37,6 @@ class LLM:
         config: str | Path | EngineConfig | None = None,
         use_tqdm: bool = True,
         engine: Engine | None = None,
-        compilation_cache: str | Path | None = "~/.cache/pagedjax/compiled",
         **settings: Any,
     ) -> None:
         if engine is None:
@@ -51,9 +48,7 @@ class LLM:
                 engine_config = config
             else:
                 engine_config = load_config(config, settings)
-            engine = build_engine(
-                model, engine_config, progress=use_tqdm, compilation_cache=compilation_cache
-            )
+            engine = build_engine(model, engine_config, progress=use_tqdm)
         elif config is not None or settings:
             raise ValueError("config and settings cannot be given beside an engine")
         self.engine = engine

@@ -1,7 +1,7 @@
 """Decides what the configuration leaves open, above all the pool's size from free memory.
 
-The rules (`fill_dtypes`, `fill_sizes`, `bytes_per_block`) are pure; `available_bytes` and
-`cpu_flags` read the machine and are called by the shell only.
+The rules (`fill_dtypes`, `fill_sizes`, `bytes_per_block`) are pure; `available_bytes` reads the
+machine and is called by the shell only.
 """
 
 import dataclasses
@@ -15,8 +15,6 @@ GIB = 1 << 30
 ACCELERATOR_FRACTION = 0.9
 CPU_FRACTION = 0.5
 CPU_MAX_POOL_BYTES = 4 * GIB
-# Linux's names for processor instructions that multiply bfloat16 matrices or vectors.
-BFLOAT16_CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -29,11 +27,10 @@ class ModelShape(Protocol):
     max_position_embeddings: int
 
 
-def fill_dtypes(config: EngineConfig, *, platform: str, flags: frozenset[str]) -> EngineConfig:
-    """Replaces dtype="auto" and kv_cache_dtype="auto"; platform is jax.Device.platform."""
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if platform != "cpu" or BFLOAT16_CPU_FLAGS & flags else "float32"
+def fill_dtypes(config: EngineConfig, *, default_dtype: str) -> EngineConfig:
+    """Replaces dtype="auto" by the machine's (`pagedjax.models.params.default_dtype`), and
+    kv_cache_dtype="auto" by dtype."""
+    dtype = default_dtype if config.dtype == "auto" else config.dtype
     kv_cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     return dataclasses.replace(config, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
 
@@ -122,16 +119,6 @@ def host_available_bytes(proc: Path, cgroup: Path) -> int:
                 usage -= _inactive_file_bytes(folder / "memory.stat")
                 room.append(max(limit - max(usage, 0), 0))
     return min(room)
-
-
-def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The processor's feature flags (empty where the file does not say)."""
-    try:
-        text = cpuinfo.read_text(encoding="utf-8")
-    except OSError:
-        return frozenset()
-    lines = [line for line in text.splitlines() if line.startswith("flags")]
-    return frozenset(lines[0].partition(":")[2].split()) if lines else frozenset()
 
 
 def _default_fraction(platform: str) -> float:

@@ -6,7 +6,7 @@ Imports only jax, so the folder can be used on its own. Each operation is one fo
 lies in memory.
 """
 
-from pallas_kernels.block_copy.api import copy_blocks
+from pallas_kernels.block_copy.api import copy_blocks, gather_blocks, scatter_blocks
 from pallas_kernels.kv_write.api import write_kv
 from pallas_kernels.paged_attention.api import make_metadata, paged_attention
 from pallas_kernels.pool import NULL, block_bytes, init_pool, pool_shape
@@ -15,9 +15,11 @@ __all__ = [
     "NULL",
     "block_bytes",
     "copy_blocks",
+    "gather_blocks",
     "init_pool",
     "make_metadata",
     "paged_attention",
     "pool_shape",
+    "scatter_blocks",
     "write_kv",
 ]

@@ -78,7 +78,9 @@ def make_step(
 def ours(num_layers: int) -> Callable:
     @jax.jit
     def chain(q, k_pool, v_pool, tables, starts, lens):
-        metadata = make_metadata(starts, lens, tables, num_tokens=q.shape[0])
+        metadata = make_metadata(
+            starts, lens, tables, num_tokens=q.shape[0], block_size=k_pool.shape[2]
+        )
         for layer in range(num_layers):
             q = paged_attention(
                 q, k_pool, v_pool, tables, starts, lens,

@@ -46,9 +46,6 @@ class Args:
     stop: tuple[str, ...] = ()
     """Texts that end it."""
 
-    compilation_cache: Path | None = Path("~/.cache/pagedjax/compiled")
-    """Folder that keeps compiled programs, so that the next start is quick. None: none."""
-
     config: Path | None = None
     """TOML file of engine settings; flags override it."""
 
@@ -87,7 +84,6 @@ def _generate(args: Args) -> int:
         args.engine,
         progress=False,
         warm_up=False,
-        compilation_cache=args.compilation_cache,
     )
     if args.chat:
         prompt = apply_chat_template(engine.tokenizer, [{"role": "user", "content": prompt}])

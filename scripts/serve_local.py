@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pagedjax.config import EngineConfig, parse_args
+from pagedjax.server.body_limit import MAX_BODY_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +35,20 @@ class Args:
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
 
-    compilation_cache: Path | None = Path("~/.cache/pagedjax/compiled")
-    """Folder that keeps compiled programs, so that the next start is quick. None: none."""
+    max_body_bytes: int = MAX_BODY_BYTES
+    """Largest body of a request; a larger one is refused (HTTP 413)."""
 
     config: Path | None = None
     """TOML file of engine settings; flags override it."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a value out of range."""
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be from 0 to 65535 (got {self.port})")
+        if self.max_body_bytes < 1:
+            raise ValueError(f"max_body_bytes must be at least 1 (got {self.max_body_bytes})")
 
 
 def main() -> int:
@@ -66,7 +74,6 @@ def _serve(args: Args) -> int:
         args.model,
         args.engine,
         model_name=args.model_name,
-        compilation_cache=args.compilation_cache,
     )
     config, url = engine.config, address(sock)
     print(f"model    {engine.model_name}, {config.dtype}, {engine.max_model_len} tokens a request")
@@ -76,7 +83,7 @@ def _serve(args: Args) -> int:
     )
     print(f"device   {engine.device_name}")
     print(f"address  {url}  (OpenAI clients: base_url={url}/v1)", flush=True)
-    serve(engine, sock, log=log_line)
+    serve(engine, sock, log=log_line, max_body_bytes=args.max_body_bytes)
     print("stopped", file=sys.stderr)
     return 0
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pagedjax.core.blocks import num_evictable
 from pagedjax.core.config import SchedulerConfig
-from pagedjax.core.prefix import match
+from pagedjax.core.prefix import lookup, match
 from pagedjax.core.ragged import cdiv, inverse, take, when
 from pagedjax.core.state import NULL, SchedulerState, Status
 
@@ -54,6 +54,8 @@ def _find_prefix(config: SchedulerConfig, state: SchedulerState, row_ids):
 def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Admitted:
     """The longest run of candidates, from the head of the queue, that fits budget and memory.
 
+    A candidate fits memory if all that is known of it does, not just the chunk of this step: the
+    rest would otherwise push out somebody in the next steps, mostly itself, and be computed again.
     A shared block that nobody held costs a block too, since it is no longer evictable; the first
     candidate that revives it pays.
     """
@@ -69,7 +71,8 @@ def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Adm
     pays = (take(state.blocks.ref_counts, wanted, 1) == 0) & (
         take(payer, wanted, NULL) == candidate
     )
-    cost = num_new + pays.sum(1, dtype=jnp.int32)
+    whole = jnp.where(valid, cdiv(state.rows.num_tokens[row_ids], b) - num_shared, 0)
+    cost = whole + pays.sum(1, dtype=jnp.int32)
     ok = valid & (chunk > 0) & (jnp.cumsum(cost) <= room)
 
     def only(field, empty):
@@ -87,6 +90,15 @@ def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Adm
         copy_src=only(source, NULL),
         ref_counts=state.blocks.ref_counts.at[shared].add(1, mode="drop"),
     )
+
+
+def _num_proposed(config: SchedulerConfig, state: SchedulerState, row):
+    """[] int32: leading blocks of a row's prompt that the index proposes. Cheaper than `match`."""
+    if not config.enable_prefix_caching:
+        return jnp.int32(0)
+    found = lookup(config, state.prefix, state.rows.block_hashes[row]) != NULL
+    full = jnp.arange(config.max_blocks_per_seq) < state.rows.num_tokens[row] // config.block_size
+    return jnp.cumprod((found & full).astype(jnp.int32)).sum(dtype=jnp.int32)
 
 
 def admit(
@@ -115,14 +127,25 @@ def admit(
     valid &= rows.status[row_ids] == Status.WAITING
     budget = num_tokens - grant.sum(dtype=jnp.int32)
     available = state.blocks.num_free + num_evictable(state.blocks, state.prefix)
-    available = available - num_new.sum(dtype=jnp.int32)
+    # Of these, what running rows still need for the tokens they have is not to be given away.
+    running = rows.status[order] == Status.RUNNING
+    rest = cdiv(rows.num_tokens[order], config.block_size) - state.blocks.num_blocks_held[order]
+    available = available - jnp.where(running, rest, 0).sum(dtype=jnp.int32)
     room = available - jnp.where(rank > 0, config.watermark_blocks, 0)
 
-    # A head of the queue that did not fit is not matched again until there is more memory:
-    # otherwise every step under pressure would pay for a match that cannot succeed.
+    # A head of the queue that did not fit is not matched again until there is more memory or more
+    # of its prompt is cached: otherwise every step under pressure would pay for a match that cannot
+    # succeed. Its cost does not depend on the step's size, so nothing else can help it.
     head = rows.arrival[row_ids[0]]
-    hopeless = (head == state.blocked_arrival) & (available <= state.blocked_available)
-    tried = valid[0] & (budget > 0) & ~hopeless
+    waits = valid[0] & (budget > 0)
+    means = available + when(
+        config.use_cond,
+        waits,
+        lambda _: _num_proposed(config, state, row_ids[0]),
+        jnp.int32(0),
+    )
+    hopeless = (head == state.blocked_arrival) & (means <= state.blocked_means)
+    tried = waits & ~hopeless
     admitted = when(
         config.use_cond,
         tried,
@@ -135,7 +158,7 @@ def admit(
         blocked_arrival=jnp.where(
             tried, jnp.where(admitted.ok[0], NULL, head), state.blocked_arrival
         ),
-        blocked_available=jnp.where(tried, available, state.blocked_available),
+        blocked_means=jnp.where(tried, means, state.blocked_means),
     )
     place = jnp.where(admitted.ok, rank, NULL)
     grant = grant.at[place].set(admitted.chunk, mode="drop")

@@ -144,7 +144,7 @@ class SchedulerState:
     step: jax.Array  #: [] int32: steps committed
     next_arrival: jax.Array  #: [] int32
     blocked_arrival: jax.Array  #: [] int32: queue head that did not fit when last tried, or NULL
-    blocked_available: jax.Array  #: [] int32: blocks available to it then
+    blocked_means: jax.Array  #: [] int32: blocks available to it then, and of its prompt cached
 
 
 @_pytree
@@ -257,5 +257,5 @@ def init_scheduler(config: SchedulerConfig) -> SchedulerState:
         step=zeros(),
         next_arrival=zeros(),
         blocked_arrival=null(),
-        blocked_available=zeros(),
+        blocked_means=zeros(),
     )

@@ -16,7 +16,7 @@ from pagedjax.core.commit import commit
 from pagedjax.core.execute import StepConfig, execute, sampling_inputs
 from pagedjax.core.schedule import schedule
 from pagedjax.core.state import EngineState, Status, StepOutput, init_scheduler
-from pallas_kernels.pool import init_pool
+from pallas_kernels import gather_blocks, init_pool, scatter_blocks
 
 
 def init_state(config: StepConfig, *, kv_dtype) -> EngineState:
@@ -31,6 +31,23 @@ def init_state(config: StepConfig, *, kv_dtype) -> EngineState:
         dtype=kv_dtype,
     )
     return EngineState(scheduler=init_scheduler(sizes), k_pool=k_pool, v_pool=v_pool)
+
+
+def read_blocks(state: EngineState, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of blocks [A] int32, [A, L, B, K, D] each, in the pool's storage type.
+
+    Zeros for ids out of range."""
+    return gather_blocks(state.k_pool, state.v_pool, blocks)
+
+
+def write_blocks(
+    state: EngineState, blocks: jax.Array, keys: jax.Array, values: jax.Array
+) -> EngineState:
+    """The inverse of `read_blocks`: the pool with these blocks' content. Donate the state.
+
+    Ids out of range are dropped; none may occur twice."""
+    k_pool, v_pool = scatter_blocks(state.k_pool, state.v_pool, keys, values, blocks)
+    return dataclasses.replace(state, k_pool=k_pool, v_pool=v_pool)
 
 
 def step(

@@ -4,6 +4,7 @@ from pagedjax.engine.async_engine import AsyncEngine
 from pagedjax.engine.build import build_engine
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from pagedjax.engine.state_file import SnapshotError
 from pagedjax.engine.stats import EngineStats
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "EngineStats",
     "InvalidRequestError",
     "QueueFullError",
+    "SnapshotError",
     "build_engine",
 ]

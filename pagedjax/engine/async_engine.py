@@ -1,19 +1,28 @@
-"""The engine behind asyncio: one thread steps it, any number of coroutines wait for outputs."""
+"""The engine behind asyncio: one thread steps it, any number of coroutines wait for outputs.
+
+What takes long happens in threads: the steps in one, encoding prompts in a few more. The event loop
+only passes on what has come out.
+"""
 
 import asyncio
 import contextlib
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.errors import EngineDeadError, InvalidRequestError
+from pagedjax.engine.request import Request
 from pagedjax.engine.stats import EngineStats
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
+
+NUM_PREPARING_THREADS = 4
+"""More would only take the interpreter from the engine's thread more often."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +40,10 @@ class OutputStream:
     blocks.
     """
 
-    def __init__(self, engine: "AsyncEngine", request_id: str, queue: asyncio.Queue) -> None:
-        self.request_id = request_id
+    def __init__(self, engine: Engine, request: Request, queue: asyncio.Queue) -> None:
+        self.request_id = request.request_id
         self._engine = engine
+        self._request = request
         self._queue = queue
         self._open = True
 
@@ -55,10 +65,11 @@ class OutputStream:
         return output
 
     def close(self) -> None:
-        """Abort the request unless it has ended. From any thread."""
+        """Abort the request unless it has ended. From any thread; takes no lock."""
         if self._open:
             self._open = False
-            self._engine.abort(self.request_id)
+            # Never by its id: another request may have that by now.
+            self._engine.abort(self._request)
 
     async def aclose(self) -> None:
         """The same, for `contextlib.aclosing`."""
@@ -77,8 +88,11 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        # Guards what follows; never waited for while the engine's own lock is held.
         self._condition = threading.Condition()
         self._mailboxes: dict[str, _Mailbox] = {}
+        self._num_preparing = 0
+        self._workers = ThreadPoolExecutor(NUM_PREPARING_THREADS, "pagedjax-prepare")
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._error: BaseException | None = None
@@ -108,7 +122,7 @@ class AsyncEngine:
                 )
                 self._thread.start()
 
-    def generate(
+    async def generate(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
@@ -116,7 +130,7 @@ class AsyncEngine:
         request_id: str | None = None,
         **options: Any,
     ) -> OutputStream:
-        """Queue a request at once; its deltas come from the stream. Call it in a running loop.
+        """Queue a request; its deltas come from the stream.
 
         Args:
           options: as for `Engine.add_request`.
@@ -125,42 +139,85 @@ class AsyncEngine:
           InvalidRequestError, QueueFullError: as `Engine.add_request`.
           EngineDeadError: the engine failed or is shutting down.
         """
+        request_id = self.new_id() if request_id is None else request_id
+        (stream,) = await self.generate_many(
+            lambda: [self.engine.prepare(request_id, prompt, params, **options)], count=1
+        )
+        return stream
+
+    def new_id(self) -> str:
+        """An id for a request that brings none."""
+        return f"request-{next(self._counter)}"
+
+    async def generate_many(
+        self, prepare: Callable[[], Sequence[Request]], *, count: int
+    ) -> list[OutputStream]:
+        """Queue requests, all of them or none; -> their streams. Raises what `generate` does.
+
+        Args:
+          prepare: makes the requests (`Engine.prepare`), in a thread where it holds up nobody.
+            Whatever it raises comes out here. It is not called when the queue has no room.
+          count: how many they will be.
+        """
         self.start()
-        request_id = request_id or f"request-{next(self._counter)}"
-        mailbox = _Mailbox(asyncio.get_running_loop(), asyncio.Queue())
-        # Put there first: the engine's thread may answer before this function returns.
-        if self._mailboxes.setdefault(request_id, mailbox) is not mailbox:
-            raise InvalidRequestError(
-                f"request_id {request_id!r} is already in use", param="request_id"
-            )
+        loop = asyncio.get_running_loop()
+        with self._condition:
+            self._refuse_if_dead()
+            # Those being prepared count, so that they cannot pile up either.
+            self.engine.check_room(count, reserved=self._num_preparing)
+            self._num_preparing += count
+            preparing = loop.run_in_executor(self._workers, prepare)
         try:
-            self.engine.add_request(request_id, prompt, params, **options)
+            requests = await preparing
+        finally:
             with self._condition:
-                # A thread that died meanwhile has not told this mailbox.
-                self._refuse_if_dead()
-                self._condition.notify()
-        except BaseException:
-            self._mailboxes.pop(request_id, None)
-            raise
-        return OutputStream(self, request_id, mailbox.queue)
+                self._num_preparing -= count
+        return self._submit(requests, loop)
+
+    def _submit(
+        self, requests: Sequence[Request], loop: asyncio.AbstractEventLoop
+    ) -> list[OutputStream]:
+        mailboxes = {r.request_id: _Mailbox(loop, asyncio.Queue()) for r in requests}
+        # The engine's thread looks for mailboxes, and dies, with the condition held.
+        with self._condition:
+            self._refuse_if_dead()
+            for request_id in mailboxes:
+                if request_id in self._mailboxes:  # its last output is on the way
+                    raise InvalidRequestError(
+                        f"request_id {request_id!r} is already in use by a request that has not "
+                        "ended",
+                        param="request_id",
+                    )
+            self.engine.submit(requests)
+            self._mailboxes |= mailboxes
+            self._condition.notify()
+        return [OutputStream(self.engine, r, mailboxes[r.request_id].queue) for r in requests]
 
     def abort(self, request_id: str) -> None:
-        """End a request from any thread; whoever waits for it gets the reason "abort"."""
+        """End the request that has this id now; whoever waits for it gets the reason "abort". From
+        any thread."""
+        # Nobody to wake: as long as there is a request, the engine's thread is stepping.
         self.engine.abort(request_id)
-        with self._condition:
-            self._condition.notify()
 
     def abort_all(self) -> None:
         """End every request."""
-        for request_id in list(self._mailboxes):
+        with self._condition:
+            request_ids = list(self._mailboxes)
+        for request_id in request_ids:
             self.abort(request_id)
 
+    async def stop(self, timeout_s: float | None = 30.0) -> None:
+        """`shutdown` without holding up the event loop."""
+        await asyncio.to_thread(self.shutdown, timeout_s)
+
     def shutdown(self, timeout_s: float | None = 30.0) -> None:
-        """Stop the thread after the step it is in. Requests still running get `EngineDeadError`."""
+        """Stop the thread after the step it is in, and wait for that. Requests still running get
+        `EngineDeadError`."""
         with self._condition:
             self._stopping = True
             self._condition.notify()
             thread = self._thread
+            self._workers.shutdown(wait=False)
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
         self._fail_all("the engine was shut down")
@@ -189,18 +246,20 @@ class AsyncEngine:
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Wake each event loop once for all that is new."""
         batches = defaultdict(list)
-        for output in outputs:
-            mailbox = self._mailboxes.get(output.request_id)
-            if mailbox is not None:
-                batches[mailbox.loop].append((mailbox.queue, output))
-            if output.finished:
-                self._mailboxes.pop(output.request_id, None)
+        with self._condition:
+            for output in outputs:
+                mailbox = self._mailboxes.get(output.request_id)
+                if mailbox is not None:
+                    batches[mailbox.loop].append((mailbox.queue, output))
+                if output.finished:
+                    self._mailboxes.pop(output.request_id, None)
         for loop, batch in batches.items():
             _post(loop, batch)
 
     def _fail_all(self, message: str) -> None:
-        while self._mailboxes:
-            _, mailbox = self._mailboxes.popitem()
+        with self._condition:  # taken out at once: each is told by one caller only
+            mailboxes, self._mailboxes = self._mailboxes, {}
+        for mailbox in mailboxes.values():
             _post(mailbox.loop, [(mailbox.queue, EngineDeadError(message))])
 
 

@@ -6,7 +6,7 @@ prompts is computed. Padding costs as much as tokens do.
 
 import functools
 
-STEP_OVERHEAD_TOKENS = 25
+STEP_OVERHEAD_TOKENS = 64
 """What a step costs before its first token, in tokens' worth of time: weights are read once."""
 
 DELAY_TOKENS = STEP_OVERHEAD_TOKENS // 2

@@ -13,8 +13,10 @@ from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.execute import StepConfig
 from pagedjax.engine.engine import Engine
 
-MIN_EVICT_BATCH = 1
 MAX_EVICT_BATCH = 128
+"""Cached blocks go in batches of a 64th of the pool, at most so many: finding the oldest costs the
+same for one block as for many, and a batch this small never shows in what is found. There is
+nothing to gain in choosing another size, so it is no setting."""
 
 
 def build_engine(
@@ -24,7 +26,6 @@ def build_engine(
     model_name: str | None = None,
     progress: bool = True,
     warm_up: bool = True,
-    compilation_cache: str | Path | None = None,
 ) -> Engine:
     """Load weights and tokenizer, size the pool, compile every bucket.
 
@@ -32,22 +33,24 @@ def build_engine(
       model: a preset's name, a Hugging Face directory or a GGUF file.
       model_name: what users call it; by default the preset's, directory's or file's name.
       progress: show bars on stderr.
-      compilation_cache: folder that keeps compiled programs from start to start; None: none.
       warm_up: compile every step size now; otherwise each is compiled when it is first needed.
     """
+    from pagedjax.models import params as model_params
     from pagedjax.models.llama import LlamaModel
     from pagedjax.models.presets import resolve_model
     from pagedjax.models.weights import load_model
     from pagedjax.tokenizers import load_tokenizer
 
     config = EngineConfig() if config is None else config
-    if compilation_cache is not None:
-        use_compilation_cache(compilation_cache)
+    folder = compilation_cache_dir(config)
+    if folder is not None:
+        use_compilation_cache(folder)
     device = jax.devices()[0]
-    flags = memory.cpu_flags() if device.platform == "cpu" else frozenset()
-    config = memory.fill_dtypes(config, platform=device.platform, flags=flags)
+    default_dtype = model_params.default_dtype(device.platform)
+    config = memory.fill_dtypes(config, default_dtype=default_dtype.name)
     path = resolve_model(str(model))
-    loaded = load_model(path, dtype=jnp.dtype(config.dtype), stacked=device.platform != "cpu")
+    stacked = model_params.default_stacked(device.platform)
+    loaded = load_model(path, dtype=jnp.dtype(config.dtype), stacked=stacked)
     tokenizer = load_tokenizer(path, vocab_size=loaded.config.vocab_size)
     config = memory.fill_sizes(
         config,
@@ -89,8 +92,9 @@ def scheduler_config(config: EngineConfig, *, platform: str) -> SchedulerConfig:
         # A GPU prefers one straight line of kernels to branches, and scatters are cheap there.
         use_cond=on_cpu,
         max_retirements=min(16, config.table_rows) if on_cpu else config.table_rows,
-        evict_batch=min(max(config.num_blocks // 64, MIN_EVICT_BATCH), MAX_EVICT_BATCH),
-        watermark_blocks=config.num_blocks // 100,
+        evict_batch=min(max(config.num_blocks // 64, 1), MAX_EVICT_BATCH),
+        # Rounded first: 0.29 of 100 blocks are 29, not the 28 of binary fractions.
+        watermark_blocks=int(round(config.num_blocks * config.watermark, 6)),
     )
 
 
@@ -109,12 +113,26 @@ def _bar(items: Iterable[Any], count: int) -> Iterable[Any]:
     return tqdm(items, total=count, desc="compiling", unit="step size")
 
 
-def use_compilation_cache(folder: str | Path) -> None:
+def compilation_cache_dir(config: EngineConfig) -> Path | None:
+    """The folder that `config.compilation_cache_dir` means; None: leave JAX as it is."""
+    from pagedjax.models.presets import cache_root
+
+    given = config.compilation_cache_dir
+    if given == "off" or (given is None and jax.config.jax_compilation_cache_dir):
+        return None
+    return cache_root() / "compiled" if given is None else Path(given).expanduser()
+
+
+def use_compilation_cache(folder: Path) -> None:
     """Keep compiled programs in a folder, so that the next start need not compile them.
 
     This is a setting of the process (`jax_compilation_cache_dir`), for every engine in it.
     """
-    path = Path(folder).expanduser()
-    path.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    from jax.experimental.compilation_cache import compilation_cache
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if jax.config.jax_compilation_cache_dir != str(folder):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        # JAX decides at the first compilation whether there is a cache, and where, for good.
+        compilation_cache.reset_cache()

@@ -8,18 +8,20 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from pagedjax.core.blocks import num_evictable
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.execute import StepConfig
 from pagedjax.core.invariants import check_invariants
 from pagedjax.core.requests import RequestParams, abort, add_request
 from pagedjax.core.schedule import retire
 from pagedjax.core.state import NULL, EngineState, SchedulerState, StepOutput
-from pagedjax.core.step import init_state, step
+from pagedjax.core.step import init_state, read_blocks, step, write_blocks
 
 MAX_COMPILE_THREADS = 4
-"""Each holds one step's program in memory while it compiles."""
+"""Of the default. Each holds one step's program in memory while it compiles."""
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 """Wraps an iterable of so many items, to show how far it is."""
@@ -32,6 +34,7 @@ class Ended:
 
     status: jax.Array  #: [S] int32
     num_free_blocks: jax.Array  #: [] int32
+    num_evictable_blocks: jax.Array  #: [] int32
 
 
 def end_rows(
@@ -43,7 +46,16 @@ def end_rows(
       rows: [S] bool; rows that are not waiting or running are left alone.
     """
     state = retire(config, abort(state, rows))
-    return state, Ended(status=state.rows.status, num_free_blocks=state.blocks.num_free)
+    # A step would clear what the released rows' tables name; here none follows at once.
+    blocks = state.blocks
+    held = jnp.arange(config.max_blocks_per_seq) < blocks.num_blocks_held[:, None]
+    tables = jnp.where(held, blocks.block_tables, NULL)
+    state = dataclasses.replace(state, blocks=dataclasses.replace(blocks, block_tables=tables))
+    return state, Ended(
+        status=state.rows.status,
+        num_free_blocks=state.blocks.num_free,
+        num_evictable_blocks=num_evictable(state.blocks, state.prefix),
+    )
 
 
 class Device:
@@ -64,6 +76,8 @@ class Device:
         self._state = self._fresh_state()
         self._steps = {size: _step_function(config, size) for size in buckets}
         self._add, self._end, self._check = _scheduler_functions(config.scheduler)
+        self._gather = jax.jit(read_blocks)
+        self._scatter = jax.jit(write_blocks, donate_argnums=0)
 
     def _fresh_state(self) -> EngineState:
         return jax.device_put(init_state(self._config, kv_dtype=self._kv_dtype), self._device)
@@ -75,15 +89,30 @@ class Device:
         return f"{kind} ({os.cpu_count()} cores)" if self._device.platform == "cpu" else kind
 
     @property
+    def params(self) -> Any:
+        """The model's weights."""
+        return self._params
+
+    @property
+    def model(self) -> Any:
+        """The model's functions."""
+        return self._config.model
+
+    @property
     def state(self) -> EngineState:
         """The state as it will be when everything launched has run. The next call consumes it."""
         return self._state
 
-    def warm_up(self, progress: Progress) -> None:
-        """Compile everything, run it once, then start again from an idle state."""
+    def warm_up(self, progress: Progress, *, threads: int | None = None) -> None:
+        """Compile everything, run it once, then start again from an idle state.
+
+        Args:
+          threads: sizes to compile at the same time; None: one for each core, few at most.
+        """
         sizes = sorted(self._steps, reverse=True)
-        threads = min(len(sizes), os.cpu_count() or 1, MAX_COMPILE_THREADS)
-        pool = ThreadPoolExecutor(threads)
+        if threads is None:
+            threads = min(os.cpu_count() or 1, MAX_COMPILE_THREADS)
+        pool = ThreadPoolExecutor(min(threads, len(sizes)))
         try:
             futures = [pool.submit(self._compile, size) for size in sizes]
             for future in progress(as_completed(futures), len(futures)):
@@ -133,9 +162,28 @@ class Device:
         """Wait for what `launch` or `end` returned; numpy arrays."""
         return jax.device_get(output)
 
-    def check(self) -> None:
-        """Raise `AssertionError` naming the invariants that the state breaks. Waits; slow."""
-        counts = dataclasses.asdict(jax.device_get(self._check(self._state.scheduler)))
+    def gather(self, blocks: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of some blocks of the pool."""
+        return self._gather(self._state, blocks)
+
+    def restore(
+        self,
+        scheduler: SchedulerState,
+        blocks: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    ) -> None:
+        """Replace the state: a scheduler's, and (ids, keys, values) of blocks of the pool."""
+        self._state = None  # two pools at once may not fit
+        state = self._fresh_state()
+        for ids, keys, values in blocks:
+            state = self._scatter(state, ids, keys, values)
+        scheduler = jax.device_put(scheduler, self._device)
+        self._state = dataclasses.replace(state, scheduler=scheduler)
+
+    def check(self, scheduler: SchedulerState | None = None) -> None:
+        """Raise `AssertionError` naming the invariants that the state (or another scheduler's)
+        breaks. Waits; slow."""
+        scheduler = self._state.scheduler if scheduler is None else scheduler
+        counts = dataclasses.asdict(jax.device_get(self._check(scheduler)))
         broken = {name: int(count) for name, count in counts.items() if count}
         if broken:
             raise AssertionError(f"the engine's state is corrupt: {broken}")

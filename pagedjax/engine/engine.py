@@ -1,11 +1,11 @@
 """The engine: the one mutable object. It feeds the pure step and reads what comes of it."""
 
-import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,11 @@ import numpy as np
 from pagedjax.config import EngineConfig
 from pagedjax.core.execute import StepConfig
 from pagedjax.core.state import ErrorCode, FinishReason, Status, StepOutput
+from pagedjax.engine import snapshot
 from pagedjax.engine.buckets import choose_bucket
 from pagedjax.engine.device import Device, Progress
 from pagedjax.engine.errors import InvalidRequestError, QueueFullError
-from pagedjax.engine.request import Request, check_request
+from pagedjax.engine.request import Request, check_length, check_request
 from pagedjax.engine.rows import RowBook
 from pagedjax.engine.stats import EngineStats, StatsKeeper
 from pagedjax.outputs import RequestOutput
@@ -85,13 +86,16 @@ class Engine:
         self._check_each_step = config.check_invariants
         self._in_flight: deque[_Launched] = deque()
         self._rows = RowBook(sizes)
-        # Guards the three below, and nothing that takes long. Reentrant, since the collector may
-        # run a stream's finalizer, which aborts, in any thread at any time.
-        self._lock = threading.RLock()
+        # Guards the queue and the requests, and nothing that takes long. `abort` must do without:
+        # the collector may run a stream's finalizer, which aborts, in any thread at any time.
+        self._lock = threading.Lock()
         self._queue: deque[Request] = deque()
-        self._aborts: set[str] = set()
         self._requests: dict[str, Request] = {}
-        self._counter = itertools.count()
+        self._aborts: deque[Request] = deque()
+        self._num_seeds_drawn = 0
+        self._own_fingerprint: dict[str, Any] | None = None
+        longest = max(map(len, tokenizer.vocabulary.token_bytes), default=1)
+        self._longest_token = max(longest, 1)
         self._stats = StatsKeeper(num_blocks=sizes.num_blocks, block_size=sizes.block_size)
 
     # -- any thread ------------------------------------------------------------------------------
@@ -104,18 +108,44 @@ class Engine:
         *,
         add_special_tokens: bool = True,
         prompt_text: str | None = None,
-    ) -> None:
+    ) -> Request:
         """Queue a request; its outputs come from `step`.
 
         Args:
+          request_id: free to be used again when the request has ended.
           prompt: text, or token ids.
           add_special_tokens: whether encoding text adds what the checkpoint says belongs there.
           prompt_text: text to report for a prompt that is given as token ids.
 
+        Returns:
+          What `abort` takes.
+
         Raises:
-          InvalidRequestError: (a ValueError) it can never be served; names the limit.
+          InvalidRequestError: (a ValueError) it can never be served, and the message names the
+            limit; or its id is that of a request that has not ended.
           QueueFullError: too many requests wait.
         """
+        request = self.prepare(
+            request_id,
+            prompt,
+            params,
+            add_special_tokens=add_special_tokens,
+            prompt_text=prompt_text,
+        )
+        self.submit([request])
+        return request
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        prompt_text: str | None = None,
+    ) -> Request:
+        """The part of `add_request` that takes time: encode and check; nothing is queued."""
+        arrival_time_s = self._clock()
         params = SamplingParams() if params is None else params
         text = prompt if isinstance(prompt, str) else prompt_text
         token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
@@ -130,30 +160,54 @@ class Engine:
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
         )
-        request.arrival_time_s = self._clock()
-        with self._lock:
-            if request_id in self._requests:
-                raise InvalidRequestError(
-                    f"request_id {request_id!r} is already in use", param="request_id"
-                )
-            if self._room() < 1:
-                self._stats.refused += 1
-                raise QueueFullError(
-                    f"{len(self._queue)} requests are waiting; max_queue_size is "
-                    f"{self.config.max_queue_size}. Try again later."
-                )
-            self._requests[request_id] = request
-            self._queue.append(request)
+        request.arrival_time_s = arrival_time_s
+        return request
 
-    def abort(self, request_id: str) -> None:
-        """End a request: one last output, with reason "abort". Unknown and ended ones are left
-        alone."""
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue prepared requests, all of them or, when one is refused, none. Each only once.
+
+        Raises:
+          InvalidRequestError: an id is in use by a request that has not ended.
+          QueueFullError: too many requests wait.
+        """
         with self._lock:
-            if request_id in self._requests:
-                self._aborts.add(request_id)
+            new: dict[str, Request] = {}
+            for request in requests:
+                if request.request_id in self._requests or request.request_id in new:
+                    raise InvalidRequestError(
+                        f"request_id {request.request_id!r} is already in use by a request that "
+                        "has not ended",
+                        param="request_id",
+                    )
+                new[request.request_id] = request
+            self._check_room(len(requests))
+            self._requests |= new
+            self._queue += requests
+
+    def check_room(self, count: int, *, reserved: int = 0) -> None:
+        """Raise `QueueFullError` unless `submit` would take so many requests now, beside some that
+        are to come before them."""
+        with self._lock:
+            self._check_room(count, reserved)
+
+    def abort(self, request: Request | str) -> None:
+        """End a request: one last output, with reason "abort". Unknown and ended ones are left
+        alone.
+
+        Args:
+          request: as `add_request` returned it; or an id, which means the request that has it now.
+        """
+        # No lock, see above; dictionaries and deques bear it.
+        if isinstance(request, str):
+            request = self._requests.get(request)
+        if request is not None and self._is_live(request):
+            self._aborts.append(request)
 
     def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt; `InvalidRequestError` for what is neither text nor token ids."""
+        """Token ids of a prompt; `InvalidRequestError` for what is neither text nor token ids, and
+        at once, before it has taken time, for what is far too long."""
+        limits = self.max_model_len, self._max_pool_tokens
+        check_length(prompt, *limits, longest_token_bytes=self._longest_token)
         if isinstance(prompt, str):
             try:
                 return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
@@ -175,11 +229,26 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
-            # The last token of a sequence is never computed and needs no slot.
-            max_pool_tokens=self.num_blocks * self.block_size + 1,
+            max_pool_tokens=self._max_pool_tokens,
             max_logprobs=self._sizes.max_logprobs,
             max_stop_token_ids=self._sizes.max_stop_token_ids,
         )
+
+    @property
+    def _max_pool_tokens(self) -> int:
+        # The last token of a sequence is never computed and needs no slot.
+        return self.num_blocks * self.block_size + 1
+
+    def _check_room(self, count: int, reserved: int = 0) -> None:
+        if self._room() - reserved < count:
+            self._stats.refused += count
+            raise QueueFullError(
+                f"{len(self._queue)} requests are waiting; max_queue_size is "
+                f"{self.config.max_queue_size}. Try again later."
+            )
+
+    def _is_live(self, request: Request) -> bool:
+        return self._requests.get(request.request_id) is request
 
     def num_free_places(self) -> int:
         """Requests that `add_request` would take now."""
@@ -188,9 +257,8 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do; False when idle with every block given back."""
-        with self._lock:
-            waiting = bool(self._queue or self._aborts)
-        return waiting or bool(self._in_flight) or self._rows.num_taken > 0
+        # A request to abort is in the queue or in a row.
+        return bool(self._queue or self._in_flight) or self._rows.num_taken > 0
 
     def stats(self) -> EngineStats:
         """A snapshot of load and totals."""
@@ -212,7 +280,7 @@ class Engine:
         """Compile every bucket; afterwards nothing is compiled again. Call it before requests."""
         if self.has_work():
             raise RuntimeError("warm_up must come before the first request")
-        self._device.warm_up(progress)
+        self._device.warm_up(progress, threads=self.config.compile_threads)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step, read the one before; -> what is new, one delta per request.
@@ -228,12 +296,85 @@ class Engine:
             self._give_back()
         return aborted
 
+    def save(self, path: str | Path) -> list[RequestOutput]:
+        """Write everything that is going on to a file, from which `load` resumes it; this engine
+        goes on, too. Waits for the steps in flight.
+
+        Returns:
+          What came out of them, as from `step`.
+
+        Raises:
+          OSError: it could not be written; a file that was there is unharmed.
+        """
+        outputs = []
+        while self._in_flight:
+            outputs += self._read()
+        outputs += self._feed()
+        with self._lock:
+            queue = list(self._queue)
+        snapshot.save(
+            Path(path),
+            device=self._device,
+            rows=self._rows,
+            queue=queue,
+            num_seeds_drawn=self._num_seeds_drawn,
+            fingerprint=self._fingerprint(),
+            now=self._clock(),
+        )
+        return outputs
+
+    def load(self, path: str | Path) -> list[Request]:
+        """Resume what `save` has written, in an engine that is idle: the same model, tokenizer and
+        sizes. Its prefix cache is replaced.
+
+        Returns:
+          The requests that go on, in the order of their arrival; their outputs come from `step`.
+
+        Raises:
+          SnapshotError: (a ValueError) the file is no snapshot, is damaged, or was made by an
+            engine that differs; the message says how. This engine is as it was.
+          RuntimeError: the engine is not idle.
+          OSError: the file could not be read.
+        """
+        if self.has_work():
+            raise RuntimeError("load needs an idle engine: requests are running or waiting")
+        loaded = snapshot.load(
+            Path(path),
+            device=self._device,
+            sizes=self._sizes,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            fingerprint=self._fingerprint(),
+            now=self._clock(),
+        )
+        requests = loaded.placed + loaded.queued
+        with self._lock:
+            self._rows = loaded.rows
+            self._queue = deque(loaded.queued)
+            self._requests = {request.request_id: request for request in requests}
+            self._num_seeds_drawn = loaded.num_seeds_drawn
+        return requests
+
+    def _fingerprint(self) -> dict[str, Any]:
+        if self._own_fingerprint is None:
+            self._own_fingerprint = snapshot.fingerprint(
+                self._device.params,
+                self._sizes,
+                self._device.model,
+                self.tokenizer,
+                self._device.state.k_pool.dtype,
+            )
+        return self._own_fingerprint
+
     def _feed(self) -> list[RequestOutput]:
         """Hand aborts and queued requests to the device."""
-        outputs = []
+        outputs, ended = [], []
         with self._lock:
-            aborts, self._aborts = self._aborts, set()
-            ended = [self._requests.pop(i) for i in aborts if i in self._requests]
+            while self._aborts:
+                request = self._aborts.popleft()
+                if self._is_live(request):
+                    del self._requests[request.request_id]
+                    ended.append(request)
             if ended:
                 gone = set(map(id, ended))
                 self._queue = deque(r for r in self._queue if id(r) not in gone)
@@ -323,7 +464,7 @@ class Engine:
         """Idle: release the rows of requests that have ended, without a step."""
         ended = self._device.read(self._device.end(np.zeros(self._sizes.num_rows, bool)))
         self._rows.settle(ended.status)
-        self._stats.idle(int(ended.num_free_blocks))
+        self._stats.idle(ended)
 
     def _room(self) -> int:
         waiting = len(self._queue) - self._rows.num_free
@@ -333,8 +474,11 @@ class Engine:
         """The request's own seed, or one drawn from the engine's and a counter (splitmix64)."""
         if params.seed is not None:
             return params.seed_bits
+        with self._lock:
+            self._num_seeds_drawn += 1
+            number = self._num_seeds_drawn
         mask = (1 << 64) - 1
-        x = ((self.config.seed << 32) + next(self._counter) + 1) * 0x9E3779B97F4A7C15 & mask
+        x = ((self.config.seed << 32) + number) * 0x9E3779B97F4A7C15 & mask
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
         return (x ^ (x >> 31)) & 0xFFFFFFFF

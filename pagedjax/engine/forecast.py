@@ -19,6 +19,7 @@ class Sizes:
     max_num_seqs: int
     max_admissions: int
     block_size: int
+    watermark_blocks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,8 @@ class Rows:
       most: int, the row ends when `total` gets there.
       unseen: int, steps in flight that were launched before the row was there.
       num_available_blocks: free or evictable.
-      admitting: False when the head of the queue is known not to fit into memory.
+      admitting: False when the head of the queue is known not to fit into memory (only the device
+        knows exactly what is cached, and who holds it).
     """
 
     running: np.ndarray
@@ -78,10 +80,14 @@ def demand(rows: Rows, sizes: Sizes) -> tuple[int, int]:
     left = rows.total - rows.computed
     decoding = rows.running & (left == 1)
     running_prefill = int(left[rows.running & ~decoding].sum())
-    growth = int(_new_blocks(rows.computed, rows.total, sizes)[rows.running].sum())
-    room = max(rows.num_available_blocks - growth, 0) * sizes.block_size
     waiting = int(left[_candidates(rows, sizes.max_num_seqs, sizes)].sum())
-    return int(decoding.sum()), running_prefill + min(waiting, room)
+    return int(decoding.sum()), running_prefill + waiting
+
+
+def num_spare_blocks(rows: Rows, sizes: Sizes) -> int:
+    """Available blocks less those that running rows need for the tokens they have."""
+    needs = _new_blocks(rows.computed, rows.total, sizes)[rows.running]
+    return rows.num_available_blocks - int(needs.sum())
 
 
 def _candidates(rows: Rows, num_tokens: int, sizes: Sizes) -> np.ndarray:
@@ -91,7 +97,13 @@ def _candidates(rows: Rows, num_tokens: int, sizes: Sizes) -> np.ndarray:
         return np.zeros(len(rows.running), bool)
     rank = np.arange(len(rows.running))
     end = min(num_running + sizes.max_admissions, sizes.max_num_seqs, max(num_tokens, 1))
-    return ~rows.running & (rank < end) & (rows.unseen == 0)
+    candidates = ~rows.running & (rank < end) & (rows.unseen == 0)
+    # As in the core: all that is known of a row must fit, or it waits and those behind it too.
+    # Cached blocks are taken to be held by somebody; those that are not cost one each.
+    whole = -(-rows.total // sizes.block_size) - rows.computed // sizes.block_size
+    needs = np.where(candidates, whole, 0)
+    room = num_spare_blocks(rows, sizes) - np.where(rank > 0, sizes.watermark_blocks, 0)
+    return candidates & (np.cumsum(needs) <= room)
 
 
 def _new_blocks(before: np.ndarray, after: np.ndarray, sizes: Sizes) -> np.ndarray:

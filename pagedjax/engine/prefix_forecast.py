@@ -37,6 +37,10 @@ class PrefixForecast:
         while len(self._known) > self._num_blocks:
             self._known.popitem(last=False)
 
+    def known(self) -> list[int]:
+        """What it remembers, the oldest first."""
+        return list(self._known)
+
     def num_cached_tokens(self, chain: Sequence[int], num_tokens: int) -> int:
         """Leading tokens, of `num_tokens`, that are probably cached; at least one never is."""
         count = 0

@@ -11,6 +11,9 @@ from pagedjax.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogp
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.tokenizers import IncrementalDetokenizer, StopChecker, Tokenizer
 
+MAX_STOP_STRINGS = 64
+"""Of one request. Each is looked for in each character, in the thread that serves everybody."""
+
 
 class Request:
     """One request from its arrival to its end. Not thread-safe: the engine's thread drives it.
@@ -66,6 +69,19 @@ class Request:
     def all_token_ids(self) -> list[int]:
         """Prompt and output."""
         return self.prompt_token_ids + self._output_token_ids
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum of its tokens' log-probabilities, as far as it asked for them."""
+        return self._cumulative_logprob
+
+    def resume(self, token_ids: Sequence[int], cumulative_logprob: float) -> None:
+        """Make a new request what it is after these tokens, none of which ended it."""
+        for token_id in token_ids:
+            self._advance_text(token_id, stopped=False, last=False)
+        self._output_token_ids += token_ids
+        self.num_output_tokens += len(token_ids)
+        self._cumulative_logprob = cumulative_logprob
 
     def push(
         self,
@@ -203,17 +219,9 @@ def check_request(
     """
     num_prompt = len(prompt_token_ids)
     _check_prompt(prompt_token_ids, vocab_size)
-    limit = min(max_model_len, max_pool_tokens)
-    limit_name = (
-        "max_model_len" if max_model_len <= max_pool_tokens else "the size of the KV pool in tokens"
-    )
+    limit, limit_name = _limit(max_model_len, max_pool_tokens)
     if num_prompt >= limit:
-        raise InvalidRequestError(
-            f"prompt has {num_prompt} tokens; it must have at most {limit - 1}, since prompt and "
-            f"output together may have {limit} ({limit_name})",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        raise _too_long(num_prompt, max_model_len, max_pool_tokens)
     if params.max_tokens is not None and num_prompt + params.max_tokens > limit:
         raise InvalidRequestError(
             f"max_tokens is {params.max_tokens}; after a prompt of {num_prompt} tokens it must be "
@@ -226,6 +234,11 @@ def check_request(
         raise InvalidRequestError(
             f"logprobs must be at most {max_logprobs} (max_logprobs), got {params.logprobs}",
             param="logprobs",
+        )
+    if len(params.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            f"stop has {len(params.stop)} strings; at most {MAX_STOP_STRINGS} are accepted",
+            param="stop",
         )
     wanted = stop_token_ids(params, eos_token_ids)
     if len(wanted) > max_stop_token_ids:
@@ -242,6 +255,51 @@ def check_request(
         )
     output = limit - num_prompt if params.max_tokens is None else params.max_tokens
     return num_prompt + output
+
+
+def check_length(
+    prompt: str | Sequence[int],
+    max_model_len: int,
+    max_pool_tokens: int,
+    *,
+    longest_token_bytes: int,
+) -> None:
+    """Refuse a prompt that is far too long without looking at what is in it.
+
+    Raises `InvalidRequestError` as `check_request` does. For text, it is as many of the longest
+    tokens as fit; a tokenizer that drops text (repeated spaces, say) might make it shorter still.
+    """
+    limit, limit_name = _limit(max_model_len, max_pool_tokens)
+    if not isinstance(prompt, str):
+        if len(prompt) >= limit:
+            raise _too_long(len(prompt), max_model_len, max_pool_tokens)
+        return
+    most = (limit - 1) * longest_token_bytes
+    if len(prompt) > most:
+        raise InvalidRequestError(
+            f"prompt has {len(prompt)} characters; it must have at most {most}, since prompt and "
+            f"output together may have {limit} tokens ({limit_name}) and the longest token has "
+            f"{longest_token_bytes} bytes",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+def _too_long(num_prompt: int, max_model_len: int, max_pool_tokens: int) -> InvalidRequestError:
+    limit, limit_name = _limit(max_model_len, max_pool_tokens)
+    return InvalidRequestError(
+        f"prompt has {num_prompt} tokens; it must have at most {limit - 1}, since prompt and "
+        f"output together may have {limit} ({limit_name})",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
+def _limit(max_model_len: int, max_pool_tokens: int) -> tuple[int, str]:
+    """Most tokens of prompt and output together, and what sets that limit."""
+    if max_model_len <= max_pool_tokens:
+        return max_model_len, "max_model_len"
+    return max_pool_tokens, "the size of the KV pool in tokens"
 
 
 def _check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> None:

@@ -1,14 +1,19 @@
 """Which request sits in which row, and what the host knows of the rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.state import Status
-from pagedjax.engine import forecast
+from pagedjax.engine.forecast import Rows, Sizes, advance, demand, num_spare_blocks
 from pagedjax.engine.prefix_forecast import PrefixForecast
 from pagedjax.engine.request import Request
+
+_SAVED = ("taken", "live", "arrival", "running", "total", "computed", "most", "num_remembered")
+"""Arrays of the book that cannot be made from its requests."""
 
 
 class RowBook:
@@ -22,10 +27,11 @@ class RowBook:
     def __init__(self, config: SchedulerConfig) -> None:
         s = config.num_rows
         self._config = config
-        self._sizes = forecast.Sizes(
+        self._sizes = Sizes(
             max_num_seqs=config.max_num_seqs,
             max_admissions=config.max_admissions,
             block_size=config.block_size,
+            watermark_blocks=config.watermark_blocks,
         )
         self._requests: list[Request | None] = [None] * s
         self._taken = np.zeros(s, bool)
@@ -44,7 +50,8 @@ class RowBook:
         self._num_launched = 0
         self._num_arrived = 0
         self._num_available = config.num_blocks
-        self._blocked_available: int | None = None
+        self._num_preemptions = 0
+        self._blocked: tuple[int, int] | None = None  # (arrival, means) of a head that did not fit
         self._prefix = None
         if config.enable_prefix_caching:
             self._prefix = PrefixForecast(config.num_blocks, config.block_size)
@@ -106,12 +113,22 @@ class RowBook:
 
     def forecast(self, in_flight: Sequence[int]) -> tuple[int, int] | None:
         """(decoding rows, prompt tokens) of the next step after those in flight; None: nothing."""
-        live = np.flatnonzero(self._live)
+        live = self._live_in_order()
         if not len(live):
             return None
-        running = self._running[live]
-        live = live[np.lexsort((self._arrival[live], ~running))]
-        rows = forecast.Rows(
+        rows = self._as_rows(live, in_flight)
+        for num_tokens in in_flight:
+            rows = advance(rows, num_tokens, self._sizes)
+        return demand(rows, self._sizes) if len(rows.total) else None
+
+    def _live_in_order(self) -> np.ndarray:
+        """Live rows as the scheduler ranks them: running ones first, older before newer."""
+        live = np.flatnonzero(self._live)
+        return live[np.lexsort((self._arrival[live], ~self._running[live]))]
+
+    def _as_rows(self, live: np.ndarray, in_flight: Sequence[int] = ()) -> Rows:
+        """What the last output said of them."""
+        rows = Rows(
             running=self._running[live],
             total=self._total[live],
             computed=self._expected_computed(live),
@@ -120,11 +137,24 @@ class RowBook:
                 self._first_step[live] - (self._num_launched - len(in_flight) + 1), 0
             ),
             num_available_blocks=self._num_available,
-            admitting=not self._is_blocked(),
+            admitting=True,
         )
-        for num_tokens in in_flight:
-            rows = forecast.advance(rows, num_tokens, self._sizes)
-        return forecast.demand(rows, self._sizes) if len(rows.total) else None
+        return replace(rows, admitting=not self._is_blocked(self._head(live, rows)))
+
+    def _head(self, live: np.ndarray, rows: Rows) -> tuple[int, int] | None:
+        """(arrival, means) of the oldest waiting row: the blocks to spare and those of its prompt
+        that are cached. As in the core, a head that did not fit waits until it has more of them."""
+        waiting = np.flatnonzero(~rows.running)
+        if not len(waiting):
+            return None
+        cached = int(rows.computed[waiting[0]]) // self._sizes.block_size
+        means = num_spare_blocks(rows, self._sizes) + cached
+        return int(self._arrival[live[waiting[0]]]), means
+
+    def _is_blocked(self, head: tuple[int, int] | None) -> bool:
+        if head is None or self._blocked is None:
+            return False
+        return head[0] == self._blocked[0] and head[1] <= self._blocked[1]
 
     def _expected_computed(self, live: np.ndarray) -> np.ndarray:
         computed = self._computed[live].copy()
@@ -134,11 +164,6 @@ class RowBook:
             row = int(live[i])
             computed[i] = self._prefix.num_cached_tokens(self._chains[row], int(self._total[row]))
         return computed
-
-    def _is_blocked(self) -> bool:
-        return self._blocked_available is not None and (
-            self._num_available <= self._blocked_available
-        )
 
     def update(self, output, step: int, num_tokens: int) -> list[tuple[int, Request]]:
         """Take in the output of a step; -> the rows it concerns, with their requests."""
@@ -151,21 +176,67 @@ class RowBook:
         self._live &= ~known | (status == Status.RUNNING) | (status == Status.WAITING)
         self._num_available = int(output.num_free_blocks) + int(output.num_evictable_blocks)
         num_admitted = int((was_waiting & (status != Status.WAITING)).sum())
-        # As in the core: a head of the queue that did not fit is not tried before there is more.
+        preempted = int(output.counters.num_preemptions) != self._num_preemptions
+        self._num_preemptions = int(output.counters.num_preemptions)
         did_not_fit = (
             int(output.num_waiting) > 0
             and int(output.num_scheduled_tokens) < num_tokens
             and int(output.num_running) < self._sizes.max_num_seqs
             and num_admitted < self._sizes.max_admissions
+            and not preempted  # nobody was tried
         )
-        self._blocked_available = self._num_available if did_not_fit else None
         self._free(known & (status == Status.EMPTY))
+        if num_admitted:
+            self._blocked = None
+        if did_not_fit:  # before what this step has computed can be found
+            live = self._live_in_order()
+            self._blocked = self._head(live, self._as_rows(live))
         self._remember_prompts()
         return [
             (int(row), self._requests[row])
             for row in np.flatnonzero(known)
             if self._requests[row] is not None
         ]
+
+    def requests(self) -> list[tuple[int, Request]]:
+        """Rows whose request has not ended."""
+        return [(row, r) for row, r in enumerate(self._requests) if r is not None]
+
+    def arrival(self, row: int) -> int:
+        """Place of the row's request in the order in which they came into the table."""
+        return int(self._arrival[row])
+
+    def saved(self) -> tuple[dict, dict[str, np.ndarray]]:
+        """What `restore` needs beside the requests: numbers, and arrays [S] or longer. Nothing may
+        be in flight, and no row be left to abort."""
+        known = [] if self._prefix is None else self._prefix.known()
+        numbers = {
+            "num_arrived": self._num_arrived,
+            "num_available": self._num_available,
+            "num_preemptions": self._num_preemptions,
+            "blocked": self._blocked,
+        }
+        arrays = {name: getattr(self, f"_{name}") for name in _SAVED}
+        return numbers, arrays | {"prefix_known": np.asarray(known, np.int64)}
+
+    def restore(
+        self,
+        requests: Sequence[tuple[int, Request]],
+        numbers: Mapping[str, Any],
+        arrays: Mapping[str, np.ndarray],
+    ) -> None:
+        """Make a new book what it was."""
+        for row, request in requests:
+            self.take(row, request)
+        for name in _SAVED:
+            getattr(self, f"_{name}")[:] = arrays[name]
+        self._first_step[:] = 1
+        self._num_arrived = numbers["num_arrived"]
+        self._num_available = numbers["num_available"]
+        self._num_preemptions = numbers["num_preemptions"]
+        self._blocked = None if numbers["blocked"] is None else tuple(numbers["blocked"])
+        if self._prefix is not None:
+            self._prefix.remember(arrays["prefix_known"].tolist()[::-1])
 
     def settle(self, status: np.ndarray) -> None:
         """Take in the rows' status [S] when nothing is in flight."""

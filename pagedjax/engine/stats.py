@@ -109,11 +109,12 @@ class StatsKeeper:
         self._num_evictable = int(output.num_evictable_blocks)
         self._preemptions = int(output.counters.num_preemptions)
 
-    def idle(self, num_free_blocks: int) -> None:
-        """Everything has been given back."""
+    def idle(self, ended) -> None:
+        """Nothing runs any more, and blocks are given back. Rows that have ended may still hold
+        some: they leave the table a few at a time."""
         self._running = self._waiting = 0
-        self.num_free_blocks = num_free_blocks
-        self._num_evictable = self._num_blocks - num_free_blocks
+        self.num_free_blocks = int(ended.num_free_blocks)
+        self._num_evictable = int(ended.num_evictable_blocks)
 
     def snapshot(self, *, num_queued: int) -> EngineStats:
         """The present state, with the requests before the table counted as waiting."""

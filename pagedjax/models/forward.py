@@ -59,6 +59,10 @@ def forward(
         batch.seq_lens,
         batch.block_tables,
         num_tokens=token_ids.shape[0],
+        block_size=k_pool.shape[2],
+        sliding_window=config.sliding_window,
+        num_heads=config.num_attention_heads,
+        k_pool=k_pool,
         implementation=attention,
     )
 

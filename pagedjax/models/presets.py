@@ -77,13 +77,18 @@ def _config_file(name: str) -> Path:
     return config_dir() / f"{name}.toml"
 
 
-def cache_dir() -> Path:
-    """Where fetched models are kept: ``~/.cache/pagedjax/models``.
+def cache_root() -> Path:
+    """The folder of everything that can be made again: ``~/.cache/pagedjax``.
 
-    The environment variable PAGEDJAX_CACHE, read on each call, replaces ``~/.cache/pagedjax``.
+    The environment variable PAGEDJAX_CACHE, read on each call, replaces it.
     """
     root = os.environ.get("PAGEDJAX_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "pagedjax") / "models"
+    return Path(root).expanduser() if root else Path.home() / ".cache" / "pagedjax"
+
+
+def cache_dir() -> Path:
+    """Where fetched models are kept: ``models`` in :func:`cache_root`."""
+    return cache_root() / "models"
 
 
 def resolve_model(

@@ -7,6 +7,7 @@ from typing import Any
 
 from pagedjax.engine import AsyncEngine
 from pagedjax.server import errors
+from pagedjax.server.body_limit import MAX_BODY_BYTES, BodyLimit
 from pagedjax.server.chat import ChatHandler
 from pagedjax.server.completions import CompletionHandler
 from pagedjax.server.errors import ApiError
@@ -18,8 +19,12 @@ CLIENT_GONE = 499
 """nginx's status for a client that went away; nobody reads it but the access log."""
 
 
-def create_app(engine: AsyncEngine) -> Any:
-    """A FastAPI app in front of an engine. The app starts the engine's thread and stops it."""
+def create_app(engine: AsyncEngine, *, max_body_bytes: int = MAX_BODY_BYTES) -> Any:
+    """A FastAPI app in front of an engine. The app starts the engine's thread and stops it.
+
+    Args:
+      max_body_bytes: a request with a larger body is refused (HTTP 413).
+    """
     import fastapi
     from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
@@ -27,10 +32,11 @@ def create_app(engine: AsyncEngine) -> Any:
     async def lifespan(_app: Any):
         engine.start()
         yield
-        engine.shutdown()
+        await engine.stop()
 
     app = fastapi.FastAPI(title="PagedJAX", lifespan=lifespan)
     errors.install(app)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     name, started = engine.engine.model_name, int(time.time())
     model_card = {
         "id": name,
@@ -50,6 +56,7 @@ def create_app(engine: AsyncEngine) -> Any:
             )
 
     async def respond(request: fastapi.Request, handler: Any, stream: bool) -> Any:
+        await handler.start()
         if stream:
             return _event_stream(handler)
         try:

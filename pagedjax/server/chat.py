@@ -10,29 +10,36 @@ from pagedjax.engine.async_engine import OutputStream
 from pagedjax.outputs import Logprob, TokenLogprobs
 from pagedjax.server.errors import ApiError
 from pagedjax.server.protocol import ChatCompletionRequest
-from pagedjax.server.streams import Usage, collect, merge, submit
+from pagedjax.server.streams import Usage, collect, finite, merge, submit
 
 
 class ChatHandler:
     """One request to answer a conversation."""
 
     def __init__(self, engine: AsyncEngine, body: ChatCompletionRequest, model: str) -> None:
-        from pagedjax.tokenizers import apply_chat_template
-
         body.check()
+        self._engine = engine
         self._body = body
         self._tokenizer = engine.engine.tokenizer
         self._model = model
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        params = body.to_params()
+        self._params = body.to_params()
+        self.streams: list[OutputStream] = []
+
+    async def start(self) -> None:
+        """Queue it."""
+        self.streams = await submit(
+            self._engine, lambda: [self._prompt()], 1, self._params, add_special_tokens=False
+        )
+
+    def _prompt(self) -> str:
+        from pagedjax.tokenizers import apply_chat_template
+
         try:
-            prompt = apply_chat_template(self._tokenizer, body.template_messages())
+            return apply_chat_template(self._tokenizer, self._body.template_messages())
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
-        self.streams: list[OutputStream] = submit(
-            engine, [prompt], params, add_special_tokens=False
-        )
 
     async def answer(self, request: Any) -> dict[str, Any]:
         """The whole answer."""
@@ -113,4 +120,8 @@ class ChatHandler:
 
     def _entry(self, token_id: int, entry: Logprob) -> dict[str, Any]:
         data = self._tokenizer.vocabulary.token_bytes[token_id]
-        return {"token": entry.decoded_token, "logprob": entry.logprob, "bytes": list(data)}
+        return {
+            "token": entry.decoded_token,
+            "logprob": finite(entry.logprob),
+            "bytes": list(data),
+        }

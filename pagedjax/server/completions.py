@@ -9,7 +9,7 @@ from pagedjax.engine import AsyncEngine
 from pagedjax.engine.async_engine import OutputStream
 from pagedjax.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from pagedjax.server.protocol import CompletionRequest
-from pagedjax.server.streams import Usage, collect, merge, submit
+from pagedjax.server.streams import Usage, collect, finite, merge, submit
 
 
 class CompletionHandler:
@@ -17,6 +17,7 @@ class CompletionHandler:
 
     def __init__(self, engine: AsyncEngine, body: CompletionRequest, model: str) -> None:
         body.check()
+        self._engine = engine
         self._body = body
         self._tokenizer = engine.engine.tokenizer
         self._head = {
@@ -26,7 +27,15 @@ class CompletionHandler:
             "model": model,
         }
         self._offsets: dict[int, int] = {}
-        self.streams: list[OutputStream] = submit(engine, body.prompts(), body.to_params())
+        self._prompts = body.prompts()
+        self._params = body.to_params()
+        self.streams: list[OutputStream] = []
+
+    async def start(self) -> None:
+        """Queue its prompts."""
+        self.streams = await submit(
+            self._engine, lambda: self._prompts, len(self._prompts), self._params
+        )
 
     async def answer(self, request: Any) -> dict[str, Any]:
         """The whole answer."""
@@ -82,7 +91,7 @@ class CompletionHandler:
         return {
             "tokens": tokens,
             "token_logprobs": [
-                places[i].logprob for i, places in zip(token_ids, logprobs, strict=True)
+                finite(places[i].logprob) for i, places in zip(token_ids, logprobs, strict=True)
             ],
             "top_logprobs": [_top(places) if most else None for places in logprobs],
             "text_offset": offsets,
@@ -93,7 +102,7 @@ def _top(places: TokenLogprobs) -> dict[str, float]:
     """By text, as OpenAI has it; of tokens with equal text the likeliest counts."""
     top: dict[str, float] = {}
     for entry in sorted(places.values(), key=lambda entry: -entry.logprob):
-        top.setdefault(entry.decoded_token, entry.logprob)
+        top.setdefault(entry.decoded_token, finite(entry.logprob))
     return top
 
 

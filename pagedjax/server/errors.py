@@ -4,6 +4,12 @@ from typing import Any
 
 from pagedjax.engine.errors import EngineDeadError, InvalidRequestError, QueueFullError
 
+MAX_MESSAGE = 1000
+"""Characters of a message."""
+
+UNKNOWN_FIELD = "unknown_field"
+"""Type of the validation error for a field that no model has."""
+
 _TYPES = {404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -23,8 +29,20 @@ class ApiError(Exception):
         kind = _TYPES.get(
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        error = {
+            "message": _plain(str(self)),
+            "type": kind,
+            "param": None if self.param is None else _plain(self.param),
+            "code": self.code,
+        }
         return {"error": error}
+
+
+def _plain(text: str) -> str:
+    """Text that may quote the request: not all of a huge value, and nothing UTF-8 cannot say."""
+    if len(text) > MAX_MESSAGE:
+        text = f"{text[:MAX_MESSAGE]}... ({len(text)} characters)"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -60,7 +78,8 @@ def install(app: Any) -> None:
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path}: {message}"
-        return answer(ApiError(error.status_code, message))
+        code = "body_too_large" if error.status_code == 413 else None
+        return answer(ApiError(error.status_code, message, code=code))
 
     for kind in (ApiError, InvalidRequestError, QueueFullError, EngineDeadError, Exception):
         app.add_exception_handler(kind, on_api_error)
@@ -70,6 +89,10 @@ def install(app: Any) -> None:
 
 def _validation_error(errors: list[dict[str, Any]]) -> ApiError:
     first = errors[0]
+    if first["type"] == UNKNOWN_FIELD:
+        place = [*first["loc"][1:], first["ctx"]["field"]]  # without "body"
+        message = f"unknown field {'.'.join(map(str, place))!r}"
+        return ApiError(400, message, param=str(place[0]), code="unknown_field")
     # ("body", "messages", 0, "role"); a union adds the names of its members, which say nothing.
     place = [part for part in first["loc"] if part != "body"]
     field = str(place[0]) if place and first["type"] != "json_invalid" else None
@@ -77,8 +100,5 @@ def _validation_error(errors: list[dict[str, Any]]) -> ApiError:
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
     if field is None:
         return ApiError(400, f"the body must be a JSON object: {first['msg']}")
-    if first["type"] == "extra_forbidden":
-        message = f"unknown field {field!r}"
-        return ApiError(400, message, param=field, code="unknown_field")
     path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place).lstrip(".")
     return ApiError(400, f"{path}: {first['msg']}", param=field)

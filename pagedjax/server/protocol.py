@@ -5,12 +5,13 @@ with the value that means "off", since OpenAI clients send those; any other valu
 field, is refused.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
 
 from pagedjax.sampling_params import SamplingParams
-from pagedjax.server.errors import ApiError
+from pagedjax.server.errors import UNKNOWN_FIELD, ApiError
 
 # Values of fields that are not implemented, but mean what happens anyway.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -38,8 +39,39 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 
 
+# The first mistake is told, so the others need not be looked for: pydantic would collect each of a
+# million in a long list, and hold up the event loop for seconds.
+
+
+def _items(kind: type, name: str) -> BeforeValidator:
+    """Refuse a list in which something is not exactly of this type."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list) and not set(map(type, value)) <= {kind}:
+            raise PydanticCustomError("item_type", f"every item must be {name}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Texts = Annotated[list[str], _items(str, "text")]
+Integers = Annotated[list[int], _items(int, "an integer")]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls.model_fields:
+                    shown = name.encode("utf-8", "backslashreplace").decode("utf-8")
+                    raise PydanticCustomError(
+                        UNKNOWN_FIELD, "unknown field {field}", {"field": shown}
+                    )
+        return data
 
 
 class StreamOptions(_Strict):
@@ -58,7 +90,7 @@ class _Request(_Strict):
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     seed: int | None = None
     # names of the caller's own; they change nothing
     user: str | None = None
@@ -69,14 +101,14 @@ class _Request(_Strict):
     min_p: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Integers | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     # OpenAI's that are not implemented
     n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Raise `ApiError` for a field that asks for something this server does not do."""
@@ -109,10 +141,28 @@ class _Request(_Strict):
             raise ApiError(400, str(error), param=param) from error
 
 
+def _check_prompt(value: Any, _validate: Any) -> Any:
+    """The types of a prompt. A union would try every element of a long list as every member."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        if kinds <= {str} or kinds <= {int}:
+            return value
+        if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value):
+            return value
+    raise PydanticCustomError(
+        "prompt_type", "must be text, a list of texts, token ids or a list of lists of token ids"
+    )
+
+
+Prompt = Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_check_prompt)]
+
+
 class CompletionRequest(_Request):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompt
     echo: bool | None = False
     logprobs: int | None = None
     best_of: int | None = None
@@ -152,10 +202,22 @@ class Message(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
 
+def _check_messages(value: Any, _validate: Any) -> list[dict[str, Any]]:
+    """Only that they are objects: the rest is the chat template's business, in a thread."""
+    if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
+        raise PydanticCustomError("messages_type", "must be a list of objects")
+    if not value:
+        raise PydanticCustomError("too_short", "must have at least 1 message")
+    return value
+
+
+Messages = Annotated[list[Message], WrapValidator(_check_messages)]
+
+
 class ChatCompletionRequest(_Request):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
@@ -165,7 +227,7 @@ class ChatCompletionRequest(_Request):
     functions: list[Any] | None = None
     function_call: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text", "audio"]] | None = None
+    modalities: list[Any] | None = None
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -173,7 +235,7 @@ class ChatCompletionRequest(_Request):
     web_search_options: dict[str, Any] | None = None
     service_tier: str | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
 
     def check(self) -> None:
         """See `_Request.check`."""
@@ -191,7 +253,7 @@ class ChatCompletionRequest(_Request):
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as the chat template takes them."""
-        return [message.model_dump(exclude_unset=True) for message in self.messages]
+        return self.messages
 
     def to_params(self) -> SamplingParams:
         """Sampling parameters; by default as many tokens as fit, as OpenAI does."""

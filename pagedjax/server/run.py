@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pagedjax.engine import AsyncEngine, Engine, EngineStats
+from pagedjax.server.body_limit import MAX_BODY_BYTES
 
 REPORT_EVERY_S = 5.0
 SHUTDOWN_S = 15
@@ -42,7 +43,13 @@ def address(sock: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
-def serve(engine: Engine, sock: socket.socket, *, log: Callable[[str], None]) -> bool:
+def serve(
+    engine: Engine,
+    sock: socket.socket,
+    *,
+    log: Callable[[str], None],
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> bool:
     """Serve until Ctrl-C or SIGTERM; -> True when it stopped because it was asked to.
 
     The first signal ends running requests and lets their connections close. The second leaves at
@@ -64,7 +71,7 @@ def serve(engine: Engine, sock: socket.socket, *, log: Callable[[str], None]) ->
 
     async def main() -> bool:
         config = uvicorn.Config(
-            create_app(async_engine),
+            create_app(async_engine, max_body_bytes=max_body_bytes),
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=SHUTDOWN_S,

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from pagedjax.engine import AsyncEngine
 from pagedjax.engine.async_engine import OutputStream
+from pagedjax.engine.request import Request
 from pagedjax.outputs import CompletionOutput, RequestOutput
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.server.errors import ApiError, as_api_error
@@ -16,33 +17,37 @@ class ClientGoneError(Exception):
     """Nobody waits for the answer any more."""
 
 
-def submit(
+async def submit(
     engine: AsyncEngine,
-    prompts: Sequence[str | list[int]],
+    make_prompts: Callable[[], Sequence[str | list[int]]],
+    count: int,
     params: SamplingParams,
     **options: Any,
 ) -> list[OutputStream]:
     """Queue all prompts of one HTTP request, or none.
 
     More than could ever wait at once is refused for good; more than there is room for now is not.
+
+    Args:
+      make_prompts: gives `count` prompts; called in a thread, so it may take long.
     """
     config = engine.engine.config
     most = config.max_queue_size + config.table_rows
-    if len(prompts) > most:
+    if count > most:
         raise ApiError(
             400,
-            f"prompt holds {len(prompts)} prompts; one request may hold at most {most} "
+            f"prompt holds {count} prompts; one request may hold at most {most} "
             "(max_queue_size and the rows of the request table)",
             param="prompt",
         )
-    streams: list[OutputStream] = []
-    try:
-        for prompt in prompts:
-            streams.append(engine.generate(prompt, params, **options))
-    except BaseException:
-        close(streams)
-        raise
-    return streams
+
+    def prepare() -> list[Request]:
+        return [
+            engine.engine.prepare(engine.new_id(), prompt, params, **options)
+            for prompt in make_prompts()
+        ]
+
+    return await engine.generate_many(prepare, count=count)
 
 
 def close(streams: Sequence[OutputStream]) -> None:
@@ -152,6 +157,11 @@ async def events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Any]:
         # The status has been sent; OpenAI's client raises when a chunk holds an error.
         yield event(json.dumps(as_api_error(error).body()))
     yield event("[DONE]")
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can say it: minus infinity is -9999, as OpenAI has it."""
+    return max(logprob, -9999.0)
 
 
 class Usage:

@@ -1,4 +1,4 @@
-"""``copy_blocks`` as two loops whose trip counts are the number of real copies."""
+"""Copying, gathering and scattering blocks as loops that run once for each real block."""
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,60 @@ def copy_blocks(
     where a conditional around the pool would copy the pool.
     """
     num_blocks = k_pool.shape[1]
-    valid = (src >= 0) & (src < num_blocks) & (dst >= 0) & (dst < num_blocks)
-    # Real pairs first, in their order, so the trip count is their number.
-    position = jnp.where(valid, jnp.cumsum(valid) - 1, src.shape[0])
-    source = jnp.zeros_like(src).at[position].set(src, mode="drop")
-    target = jnp.zeros_like(dst).at[position].set(dst, mode="drop")
-    count = jnp.sum(valid, dtype=jnp.int32)
+    (source, target), count = _real_first(
+        _within(src, num_blocks) & _within(dst, num_blocks), src, dst
+    )
     return _copy(k_pool, source, target, count), _copy(v_pool, source, target, count)
+
+
+def gather_blocks(
+    k_pool: jax.Array, v_pool: jax.Array, blocks: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """See ``api.gather_blocks``."""
+    places = jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    (blocks, places), count = _real_first(_within(blocks, k_pool.shape[1]), blocks, places)
+
+    def gather(pool: jax.Array) -> jax.Array:
+        def read(i: jax.Array, buffer: jax.Array) -> jax.Array:
+            block = lax.dynamic_slice_in_dim(pool, blocks[i], 1, axis=1)
+            return lax.dynamic_update_slice_in_dim(buffer, block.swapaxes(0, 1), places[i], axis=0)
+
+        shape = (blocks.shape[0], pool.shape[0], *pool.shape[2:])
+        return lax.fori_loop(0, count, read, jnp.zeros(shape, pool.dtype))
+
+    return gather(k_pool), gather(v_pool)
+
+
+def scatter_blocks(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    k_blocks: jax.Array,
+    v_blocks: jax.Array,
+    blocks: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """See ``api.scatter_blocks``."""
+    places = jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    (blocks, places), count = _real_first(_within(blocks, k_pool.shape[1]), blocks, places)
+
+    def scatter(pool: jax.Array, buffer: jax.Array) -> jax.Array:
+        def write(i: jax.Array, pool: jax.Array) -> jax.Array:
+            block = lax.dynamic_slice_in_dim(buffer, places[i], 1, axis=0)
+            return lax.dynamic_update_slice_in_dim(pool, block.swapaxes(0, 1), blocks[i], axis=1)
+
+        return lax.fori_loop(0, count, write, pool)
+
+    return scatter(k_pool, k_blocks), scatter(v_pool, v_blocks)
+
+
+def _within(blocks: jax.Array, num_blocks: int) -> jax.Array:
+    return (blocks >= 0) & (blocks < num_blocks)
+
+
+def _real_first(real: jax.Array, *lists: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """The real entries of each list first, in their order, and how many they are."""
+    position = jnp.where(real, jnp.cumsum(real) - 1, real.shape[0])
+    packed = tuple(jnp.zeros_like(x).at[position].set(x, mode="drop") for x in lists)
+    return packed, jnp.sum(real, dtype=jnp.int32)
 
 
 def _copy(pool: jax.Array, source: jax.Array, target: jax.Array, count: jax.Array) -> jax.Array:

@@ -2,10 +2,14 @@
 
 import jax
 
-from pallas_kernels.dispatch import resolve
-from pallas_kernels.kv_write import reference, xla
+from pallas_kernels.dispatch import call
+from pallas_kernels.kv_write import mosaic_gpu, reference, xla
 
-_IMPLEMENTATIONS = {"reference": reference.write_kv, "xla": xla.write_kv}
+_IMPLEMENTATIONS = {
+    "reference": reference.write_kv,
+    "xla": xla.write_kv,
+    "pallas": mosaic_gpu.write_kv,
+}
 
 
 def write_kv(
@@ -30,7 +34,7 @@ def write_kv(
       slot_mapping: ``[T]`` int32, ``block * block_size + offset``. An out-of-range slot (``NULL``)
         is dropped. No slot may occur twice.
       layer: which layer, an int or a traced int32 scalar.
-      implementation: ``None`` (by platform), ``"xla"`` or ``"reference"``.
+      implementation: ``None`` (by platform), ``"xla"``, ``"pallas"`` or ``"reference"``.
     """
     num_tokens = slot_mapping.shape[0]
     expected = (num_tokens, *k_pool.shape[-2:])
@@ -38,5 +42,5 @@ def write_kv(
         raise ValueError(
             f"k {k.shape} and v {v.shape} must be [num_tokens, num_kv_heads, head_dim] = {expected}"
         )
-    function = resolve("write_kv", _IMPLEMENTATIONS, implementation)
-    return function(k_pool, v_pool, k, v, slot_mapping, layer=layer)
+    args = (k_pool, v_pool, k, v, slot_mapping)
+    return call("write_kv", _IMPLEMENTATIONS, implementation, *args, layer=layer)

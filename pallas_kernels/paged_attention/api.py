@@ -3,11 +3,19 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.dispatch import resolve
-from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.paged_attention import reference, work_list, xla
+from pallas_kernels.paged_attention.gradient import Attention, differentiable
+from pallas_kernels.paged_attention.mosaic_gpu import entry as mosaic_gpu
+from pallas_kernels.paged_attention.mosaic_gpu.work import WorkList
 
-_IMPLEMENTATIONS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+_IMPLEMENTATIONS = {
+    "reference": reference.paged_attention,
+    "xla": xla.paged_attention,
+    "pallas": mosaic_gpu.paged_attention,
+}
 _METADATA = {"reference": reference.make_metadata, "xla": xla.make_metadata}
 
 
@@ -17,6 +25,11 @@ def make_metadata(
     block_tables: jax.Array,
     *,
     num_tokens: int,
+    block_size: int,
+    sliding_window: int | None = None,
+    num_heads: int | None = None,
+    k_pool: jax.Array | None = None,
+    decode_queries: int = 1,
     implementation: str | None = None,
 ) -> Any:
     """The work list of one step, to be computed once and given to every layer's attention.
@@ -24,13 +37,48 @@ def make_metadata(
     Args:
       query_start_loc, seq_lens, block_tables: as for ``paged_attention``.
       num_tokens: T, the static number of query tokens.
+      block_size: tokens of a block of the pool.
+      sliding_window: as for ``paged_attention``.
+      num_heads, k_pool: H, and the pool (only its shape and type count). The GPU kernels' work
+        list depends on them. Without them there is no work list for ``"pallas"``: the result is
+        None and each call of ``paged_attention`` makes its own.
+      decode_queries: rows of up to that many queries, at most 8, are to have their context split
+        over thread blocks, as rows of one query always have (speculative decoding). A hint for
+        ``"pallas"``; the results agree to rounding.
       implementation: the one that will be given to ``paged_attention``.
 
     Returns:
       A pytree that only the same implementation understands.
+
+    Raises:
+      NotImplementedError: ``"pallas"`` does not support the shapes or the platform.
     """
+    if implementation == "pallas" or (implementation is None and _on_gpu()):
+        if num_heads is None or k_pool is None:
+            return None
+        try:
+            return mosaic_gpu.make_metadata(
+                query_start_loc,
+                seq_lens,
+                block_tables,
+                num_tokens=num_tokens,
+                num_heads=num_heads,
+                k_pool=k_pool,
+                sliding_window=sliding_window,
+                decode_queries=decode_queries,
+            )
+        except NotImplementedError:
+            if implementation is not None:
+                raise
     function = resolve("make_metadata", _METADATA, implementation)
-    return function(query_start_loc, seq_lens, block_tables, num_tokens=num_tokens)
+    return function(
+        query_start_loc,
+        seq_lens,
+        block_tables,
+        num_tokens=num_tokens,
+        block_size=block_size,
+        sliding_window=sliding_window,
+    )
 
 
 def paged_attention(
@@ -64,38 +112,59 @@ def paged_attention(
       scale: factor on the logits, usually ``head_dim ** -0.5``.
       sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it.
       soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``.
-      implementation: ``None`` (by platform), ``"xla"`` or ``"reference"``; ``"pallas"`` raises
-        until the GPU kernels exist.
+      implementation: ``"pallas"`` (Mosaic GPU kernels; on a CPU only under
+        ``pallas_kernels.interpret.interpret_mode``), ``"xla"``, ``"reference"``, or ``None``:
+        ``"pallas"`` on a GPU where it supports the call, otherwise ``"xla"``.
       metadata: from ``make_metadata`` with the same arrays; made here if ``None``.
 
     Returns:
       ``[T, H, D]`` of q's type, accumulated in float32. Tokens at or after
       ``query_start_loc[R]`` are padding; their output is zero. Whatever lies in slots that a
-      token may not see, NaN included, never reaches its output.
+      token may not see, NaN included, never reaches its output. ``"pallas"`` rounds queries and
+      softmax weights to the pool's type before its products.
+
+    Differentiable once, in reverse mode, in q and in pools of a floating-point type, whatever the
+    implementation; the backward pass is XLA's.
+
+    Raises:
+      NotImplementedError: ``"pallas"`` does not support an option, which the message names, or
+        the platform.
+      ValueError: shapes that do not fit together.
     """
     _check(q, k_pool, v_pool, block_tables, query_start_loc, seq_lens, sliding_window, soft_cap)
-    function = resolve("paged_attention", _IMPLEMENTATIONS, implementation)
+    if implementation is None and isinstance(metadata, WorkList):
+        implementation = "pallas"
+    elif implementation is None and isinstance(metadata, work_list.Metadata):
+        implementation = "xla"
     if metadata is None:
         metadata = make_metadata(
             query_start_loc,
             seq_lens,
             block_tables,
             num_tokens=q.shape[0],
+            block_size=k_pool.shape[2],
+            sliding_window=sliding_window,
+            num_heads=q.shape[1],
+            k_pool=k_pool,
             implementation=implementation,
         )
-    return function(
-        q,
-        k_pool,
-        v_pool,
-        block_tables,
-        query_start_loc,
-        seq_lens,
-        layer=layer,
-        scale=scale,
+        if isinstance(metadata, WorkList):
+            implementation = "pallas"
+    attention = Attention(
+        function=resolve("paged_attention", _IMPLEMENTATIONS, implementation),
+        scale=float(scale),
         sliding_window=sliding_window,
         soft_cap=soft_cap,
-        metadata=metadata,
     )
+    layer = jnp.asarray(layer, jnp.int32)
+    arrays = (block_tables, query_start_loc, seq_lens, layer, metadata)
+    return differentiable(attention, q, k_pool, v_pool, *arrays)
+
+
+def _on_gpu() -> bool:
+    """Whether what is traced now is meant for a GPU."""
+    device = jax.config.jax_default_device
+    return getattr(device, "platform", device or jax.default_backend()) in ("gpu", "cuda")
 
 
 def _check(

@@ -12,6 +12,8 @@ def make_metadata(
     block_tables: jax.Array,
     *,
     num_tokens: int,
+    block_size: int,
+    sliding_window: int | None,
 ) -> tuple[()]:
     """Nothing: the reference has no work list."""
     return ()

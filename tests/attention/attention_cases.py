@@ -49,12 +49,14 @@ def make_step(
     poison: float = np.nan,
     garbage: bool = False,
     rows: list[int] | None = None,
+    spare_ends: bool = False,
 ) -> Step:
     """A step of the given rows; every slot that no row holds is ``poison``.
 
     ``rows`` gives the rows' identities: the same identity and lengths give the same numbers
     whatever the step holds beside them. ``garbage`` fills unneeded table entries with arbitrary
-    integers instead of ``NULL``.
+    integers instead of ``NULL``. ``spare_ends`` never hands out the first and the last block: that
+    is where clamped and wrapped indices land.
     """
     place = np.random.default_rng(seed)
     rows = list(range(len(seq_lens))) if rows is None else rows
@@ -66,6 +68,8 @@ def make_step(
     else:
         tables = np.full((shape.num_rows, shape.max_blocks), NULL, np.int32)
     free = place.permutation(shape.num_blocks)
+    if spare_ends:
+        free = free[(free > 0) & (free < shape.num_blocks - 1)]
     q = np.zeros((shape.num_tokens, shape.num_heads, d), np.float32)
     keys, values, used, token = [], [], 0, 0
     for r, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -88,7 +92,10 @@ def make_step(
     starts[: len(query_lens)] = np.cumsum([0, *query_lens])[:-1]
     lens = np.zeros(shape.num_rows, np.int32)
     lens[: len(seq_lens)] = seq_lens
-    empty = init_pool(1, 1, b, k, d, shape.dtype, platform="cpu")[0]
+    if shape.dtype == "float16":  # no pool of init_pool's, but the kernels take it
+        empty = jnp.zeros((), jnp.float16)
+    else:
+        empty = init_pool(1, 1, b, k, d, shape.dtype, platform="cpu")[0]
     stored = [to_storage(jnp.asarray(np.stack([np.full_like(p, np.nan), p])), empty) for p in pools]
     arrays = tuple(jnp.asarray(x) for x in (q, *stored, tables, starts, lens))
     return Step(arrays=arrays, query_lens=query_lens, seq_lens=seq_lens, keys=keys, values=values)

@@ -79,7 +79,7 @@ def forward(k_pool, v_pool, q, kv, slots, tables, starts, lens, src, dst):
     As in a model, what a layer writes depends on what the layer before it read.
     """
     k_pool, v_pool = copy_blocks(k_pool, v_pool, src, dst)
-    metadata = make_metadata(starts, lens, tables, num_tokens=T)
+    metadata = make_metadata(starts, lens, tables, num_tokens=T, block_size=k_pool.shape[2])
     for layer in range(L):
         k_pool, v_pool = write_kv(k_pool, v_pool, kv + q[:, :K], kv * q[:, :K], slots, layer=layer)
         q = paged_attention(
@@ -91,7 +91,7 @@ def forward(k_pool, v_pool, q, kv, slots, tables, starts, lens, src, dst):
 def scanned(k_pool, v_pool, q, kv, slots, tables, starts, lens, src, dst):
     """The same with the layers in a scan, the pool in its carry."""
     k_pool, v_pool = copy_blocks(k_pool, v_pool, src, dst)
-    metadata = make_metadata(starts, lens, tables, num_tokens=T)
+    metadata = make_metadata(starts, lens, tables, num_tokens=T, block_size=k_pool.shape[2])
 
     def body(carry, layer):
         k_pool, v_pool, q = carry

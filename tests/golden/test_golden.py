@@ -29,6 +29,7 @@ def make_llm(gguf, **settings):
         "token_buckets": (64,),
         "max_logprobs": 5,
         "max_num_seqs": 20,
+        "compilation_cache_dir": "off",
     }
     config = EngineConfig(**{**defaults, **settings})
     return LLM(engine=build_engine(gguf, config, progress=False, warm_up=False))

@@ -63,6 +63,12 @@ def test_settings_are_frozen_and_hashable():
         ("token_buckets", (64, 32, 512), "strictly ascending"),
         ("token_buckets", (32, 64), "end with max_num_batched_tokens, which is 512"),
         ("token_buckets", (32.0, 512), "a list of integers"),
+        ("watermark", -0.1, "at least 0 and below 1"),
+        ("watermark", 1.0, "at least 0 and below 1"),
+        ("watermark", "1%", "a number"),
+        ("compile_threads", 0, "from 1 to"),
+        ("compilation_cache_dir", "", "a folder, or off"),
+        ("compilation_cache_dir", 3, "text"),
     ],
 )
 def test_a_bad_value_names_field_range_and_value(field_name, value, accepted):
@@ -83,6 +89,8 @@ def test_a_file_overrides_defaults_and_overrides_win_over_the_file(tmp_path):
     config = load_config(path, {"block_size": 32, "memory_fraction": 1})
     assert (config.max_num_seqs, config.block_size, config.memory_fraction) == (8, 32, 1.0)
     assert config.token_buckets == (8, 512)
+    assert load_config(None, {"watermark": 0}).watermark == 0.0
+    assert load_config(None, {"compilation_cache_dir": Path("a/b")}).compilation_cache_dir == "a/b"
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(tmp_path):
@@ -135,6 +143,17 @@ def test_a_bad_command_line_exits_with_2_and_says_why(argv, words, capsys):
         parse_args(Args, argv)
     assert stopped.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_help_says_what_fields_mean_and_nothing_of_the_code(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(Args, ["--help"])
+    assert stopped.value.code == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Everything an engine is built from" in text
+    assert "--compilation-cache-dir" in text
+    for word in ("Raises", "ValueError", "`"):
+        assert word not in text
 
 
 @pytest.mark.parametrize("budget", [1, 2, 7, 64, 100, 512])

@@ -22,6 +22,7 @@ PURE_STDLIB = {
 CORE = ({"chex", "jax", "numpy"}, {"pagedjax.core", "pagedjax.sampling", "pallas_kernels"})
 ARROWS = {
     "pallas_kernels": ({"jax"}, {"pallas_kernels"}),
+    "pallas_kernels.tuning": ({"jax"}, {"pallas_kernels"}),  # reads its tables when tracing
     "pagedjax.core": CORE,
     "pagedjax.sampling": ({"chex", "jax", "numpy"}, {"pagedjax.sampling"}),
     "pagedjax.sampling_params": (set(), set()),
@@ -37,7 +38,17 @@ ARROWS = {
     ),
     # The shell: may use everything below it, and the libraries of its trade; Flax it may not.
     "pagedjax": (
-        {"fastapi", "jax", "numpy", "pydantic", "sse_starlette", "starlette", "tqdm", "uvicorn"},
+        {
+            "fastapi",
+            "jax",
+            "numpy",
+            "pydantic",
+            "pydantic_core",
+            "sse_starlette",
+            "starlette",
+            "tqdm",
+            "uvicorn",
+        },
         {"pagedjax"},
     ),
 }

@@ -28,24 +28,16 @@ def test_bytes_per_block_of_smollm2():
     assert memory.bytes_per_block(Shape(), block_size=16, dtype="bfloat16") == 23_040 * 16
 
 
-@pytest.mark.parametrize(
-    ("platform", "flags", "dtype"),
-    [
-        ("cpu", {"avx2", "fma"}, "float32"),
-        ("cpu", {"avx512_bf16"}, "bfloat16"),
-        ("cpu", {"amx_bf16", "amx_tile"}, "bfloat16"),
-        ("gpu", set(), "bfloat16"),
-    ],
-)
-def test_auto_dtype_follows_the_processor(platform, flags, dtype):
-    config = memory.fill_dtypes(EngineConfig(), platform=platform, flags=frozenset(flags))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_auto_dtype_is_the_default_of_the_machine(dtype):
+    config = memory.fill_dtypes(EngineConfig(), default_dtype=dtype)
     assert (config.dtype, config.kv_cache_dtype) == (dtype, dtype)
 
 
 def test_given_dtypes_stay():
     given = EngineConfig(dtype="float32", kv_cache_dtype="bfloat16")
-    assert memory.fill_dtypes(given, platform="gpu", flags=frozenset()) == given
-    half = memory.fill_dtypes(EngineConfig(dtype="float32"), platform="gpu", flags=frozenset())
+    assert memory.fill_dtypes(given, default_dtype="bfloat16") == given
+    half = memory.fill_dtypes(EngineConfig(dtype="float32"), default_dtype="bfloat16")
     assert half.kv_cache_dtype == "float32"
 
 
@@ -170,10 +162,3 @@ def test_an_accelerator_reports_its_own_memory():
 
 def test_this_machine_has_memory():
     assert memory.available_bytes(Device("cpu")) > 0
-
-
-def test_cpu_flags_are_words_and_may_be_missing(tmp_path):
-    path = tmp_path / "cpuinfo"
-    assert memory.cpu_flags(path) == frozenset()
-    path.write_text("model name\t: Some CPU\nflags\t\t: fpu avx2 amx_bf16\nflags\t\t: fpu\n")
-    assert memory.cpu_flags(path) == {"fpu", "avx2", "amx_bf16"}

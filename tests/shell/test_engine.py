@@ -332,3 +332,113 @@ def test_idle_engine_does_nothing(engine):
     steps = engine.stats().steps
     assert engine.step() == []
     assert engine.stats().steps == steps
+
+
+def test_a_late_abort_does_not_hit_the_next_request_of_that_id(engine, monkeypatch):
+    """The abort comes while the output is read with which the request ends by itself."""
+    first = engine.add_request("x", "hello", greedy(max_tokens=1))
+    read = engine._device.read
+
+    def abort_meanwhile(output):
+        engine.abort("x")
+        engine.abort(first)
+        return read(output)
+
+    monkeypatch.setattr(engine._device, "read", abort_meanwhile)
+    deltas = [delta for _ in range(2) for delta in engine.step()]
+    assert [delta.outputs[0].finish_reason for delta in deltas] == ["length"]
+    monkeypatch.undo()
+    second = engine.add_request("x", "hello", greedy(max_tokens=5))
+    engine.abort(first)
+    deltas = drain(engine)
+    assert deltas[-1].outputs[0].finish_reason == "length"
+    assert sum(len(delta.outputs[0].token_ids) for delta in deltas) == 5
+    engine.abort(second)
+    engine.abort("x")
+    assert not engine.has_work()
+    assert engine.step() == []
+
+
+def test_an_id_is_in_use_until_its_request_has_ended(engine):
+    first = engine.add_request("x", "hello", greedy(max_tokens=4))
+    with pytest.raises(
+        InvalidRequestError, match=r"'x' is already in use.*has not ended"
+    ) as caught:
+        engine.add_request("x", "other", greedy())
+    assert caught.value.param == "request_id"
+    twins = [engine.prepare("y", "abc", greedy()) for _ in range(2)]
+    with pytest.raises(InvalidRequestError, match="'y' is already in use"):
+        engine.submit(twins)
+    outputs = run(engine, [])
+    assert list(outputs) == ["x"]
+    assert len(outputs["x"].outputs[0].token_ids) == 4
+    again = engine.add_request("x", "hello", greedy())
+    assert again is not first
+    engine.abort(again)
+    assert run(engine, [])["x"].outputs[0].finish_reason == "abort"
+
+
+def test_submit_takes_all_or_none():
+    engine = make_engine(max_queue_size=1)
+    most = engine.config.table_rows + 1
+    requests = [engine.prepare(str(i), "abc", greedy()) for i in range(most + 1)]
+    with pytest.raises(QueueFullError):
+        engine.submit(requests)
+    assert not engine.has_work()
+    assert engine.stats().refused == most + 1
+    engine.check_room(most)
+    with pytest.raises(QueueFullError):
+        engine.check_room(most, reserved=1)
+    engine.submit(requests[:most])
+    assert engine.num_free_places() == 0
+    for request in requests[:most]:
+        engine.abort(request)
+    assert len(run(engine, [])) == most
+
+
+def test_far_too_long_prompts_are_refused_before_they_are_encoded(engine, monkeypatch):
+    def never(*_args, **_options):
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr(engine.tokenizer, "encode", never)
+    longest = max(map(len, engine.tokenizer.vocabulary.token_bytes))
+    with pytest.raises(AssertionError, match="encoded"):
+        engine.add_request("x", "a" * 95 * longest, greedy())
+    with pytest.raises(InvalidRequestError, match=rf"at most {95 * longest}.*max_model_len") as e:
+        engine.add_request("x", "a" * (95 * longest + 1), greedy())
+    assert e.value.code == "context_length_exceeded"
+
+    class Ids(list):
+        __iter__ = never
+
+    with pytest.raises(InvalidRequestError, match=r"96 tokens.*at most 95"):
+        engine.add_request("x", Ids([1] * 96), greedy())
+
+
+def test_too_many_stop_strings_are_refused(engine):
+    most = [str(i) for i in range(64)]
+    with pytest.raises(InvalidRequestError, match="stop has 65 strings; at most 64"):
+        engine.add_request("x", "hello", greedy(stop=[*most, "more"]))
+    assert not engine.has_work()
+    assert alone(engine, "hello", greedy(stop=most)).token_ids
+
+
+def test_blocks_of_ended_rows_count_as_used_until_they_are_released(engine):
+    """Eight rows end at once and leave the table one by one, without a step."""
+    for i in range(8):
+        engine.add_request(str(i), f"{i} abcdefgh", greedy(max_tokens=60))
+    for _ in range(8):
+        engine.step()
+    for i in range(8):
+        engine.abort(str(i))
+    seen = set()
+    for _ in range(20):
+        engine.step()
+        stats = engine.stats()
+        if stats.num_running:
+            continue  # what the last step said
+        held = int((np.asarray(engine._device.state.scheduler.blocks.ref_counts) > 0).sum())
+        assert stats.num_blocks - stats.num_free_blocks - stats.num_evictable_blocks == held
+        seen.add(held)
+    assert len(seen) > 1
+    assert 0 in seen

@@ -1,5 +1,7 @@
 """What the host expects of a step that it has not read yet."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from pagedjax.engine.forecast import Rows, Sizes, advance, demand, grants
@@ -56,12 +58,25 @@ def test_limits_of_admission():
     assert grants(rows(*running[:3], *waiting), 64, SIZES).tolist() == [1, 1, 1, 8, 0, 0, 0, 0]
 
 
-def test_memory_bounds_what_waiting_rows_can_bring():
-    table = rows((1, 8, 7, 99), (0, 80, 0, 99), blocks=3)
-    assert demand(table, SIZES) == (1, 12)
-    # the running row itself needs the last block
-    table = rows((1, 9, 8, 99), (0, 80, 0, 99), blocks=1)
-    assert demand(table, SIZES) == (1, 0)
+def test_waiting_rows_count_if_all_of_them_fits():
+    """Not just a chunk; and behind one that does not fit nobody does."""
+    waiting = (0, 12, 0, 99), (0, 4, 0, 99)
+    assert demand(rows((1, 8, 7, 99), *waiting, blocks=4), SIZES) == (1, 16)
+    assert demand(rows((1, 8, 7, 99), *waiting, blocks=3), SIZES) == (1, 12)
+    assert demand(rows((1, 8, 7, 99), *waiting, blocks=2), SIZES) == (1, 0)
+    # what running rows still need is not to be had
+    assert demand(rows((1, 9, 8, 99), *waiting, blocks=4), SIZES) == (1, 12)
+    assert demand(rows((1, 20, 8, 99), *waiting, blocks=5), SIZES) == (0, 12)
+    # cached blocks cost nothing, a block begun costs all
+    assert demand(rows((1, 8, 7, 99), (0, 80, 72, 99), blocks=2), SIZES) == (1, 8)
+    assert demand(rows((1, 8, 7, 99), (0, 80, 79, 99), blocks=0), SIZES) == (1, 0)
+
+
+def test_watermark_stays_free_while_others_run():
+    sizes = replace(SIZES, watermark_blocks=1)
+    assert demand(rows((1, 8, 7, 99), (0, 12, 0, 99), blocks=3), sizes) == (1, 0)
+    assert demand(rows((1, 8, 7, 99), (0, 12, 0, 99), blocks=4), sizes) == (1, 12)
+    assert demand(rows((0, 12, 0, 99), blocks=3), sizes) == (0, 12)
 
 
 def test_a_queue_known_not_to_fit_does_not_count():

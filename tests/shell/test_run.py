@@ -95,3 +95,20 @@ def test_throughput_line():
         "running 3, waiting 1 | prompt 40.0 tok/s (25% cached), output 20.0 tok/s | "
         "blocks 10 used, 30 cached of 100"
     )
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--port", "99999", "port must be from 0 to 65535"),
+        ("--max-body-bytes", "0", "max_body_bytes must be at least 1"),
+    ],
+)
+def test_bad_options_of_the_server_are_said_plainly(monkeypatch, capsys, flag, value, words):
+    import serve_local
+
+    monkeypatch.setattr(sys, "argv", ["serve_local.py", flag, value])
+    with pytest.raises(SystemExit) as stopped:
+        serve_local.main()
+    assert stopped.value.code == 2
+    assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -21,10 +21,11 @@ GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 @contextlib.contextmanager
-def serving(engine):
+def serving(engine, **options):
     """The address of a server around an engine, in a thread of its own."""
     async_engine = AsyncEngine(engine)
-    config = uvicorn.Config(create_app(async_engine), port=0, log_level="error", lifespan="on")
+    app = create_app(async_engine, **options)
+    config = uvicorn.Config(app, port=0, log_level="error", lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -243,6 +244,19 @@ def test_seed(client):
         ({"temperature": -1}, 400, "temperature", "temperature"),
         ({"top_p": 0}, 400, "top_p", "top_p"),
         ({"no_such_field": 1}, 400, "no_such_field", "unknown"),
+        ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options", "stream_options.x"),
+        ({"stop": ["a"] * 65}, 400, "stop", "at most 64"),
+        ({"stop": ["a", 1]}, 400, "stop", "stop"),
+        ({"messages": "hi"}, 400, "messages", "list of objects"),
+        ({"messages": ["hi"]}, 400, "messages", "list of objects"),
+        ({"messages": [{"content": "hi"}]}, 400, "messages", "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "prompt", "surrogate"),
+        ({"\ud800": 1}, 400, "\\ud800", "unknown"),
+        ({"model": "m" * 5000}, 404, "model", "characters"),
+        ({"temperature": 1e308 * 10}, 400, "temperature", "temperature"),
+        ({"seed": 2**64}, 400, "seed", "seed"),
+        ({"max_tokens": 10**40}, 400, "max_tokens", "max_tokens"),
+        ({"top_k": 2**31}, 400, "top_k", "top_k"),
         ({"messages": []}, 400, "messages", "at least 1"),
         ({"messages": [{"role": "user", "content": "x" * 200}]}, 400, "prompt", "at most 95"),
         (
@@ -258,7 +272,9 @@ def test_errors_have_openais_shape(url, change, status, param, words):
     for stream in (False, True):
         if stream and "stream_options" in change:
             continue
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body | {"stream": stream})
+        content = json.dumps(body | {"stream": stream})  # with what JSON has no words for
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{url}/v1/chat/completions", content=content, headers=headers)
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
@@ -276,6 +292,95 @@ def test_bodies_that_are_no_request(url):
     assert httpx.get(f"{url}/v1/nothing").json()["error"]["type"] == "not_found_error"
     assert httpx.get(f"{url}/v1/completions").status_code == 405
     assert "error" in httpx.get(f"{url}/v1/completions").json()
+
+
+@pytest.fixture(scope="module")
+def small_bodies(warm_engine, server):
+    """A server that takes small bodies only, around the same engine."""
+    with serving(warm_engine, max_body_bytes=1000) as (url, _):
+        yield url
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_that_are_too_large(small_bodies, chunked):
+    def post(size):
+        body = json.dumps({"prompt": "hello", "max_tokens": 2, "user": ""}).encode()
+        body = body[:-2] + b"x" * (size - len(body)) + body[-2:]
+        pieces = (body[i : i + 300] for i in range(0, size, 300))
+        headers = {"content-type": "application/json"}
+        return httpx.post(
+            f"{small_bodies}/v1/completions", content=pieces if chunked else body, headers=headers
+        )
+
+    assert post(1000).status_code == 200
+    for size in (1001, 2_000_000):
+        answer = post(size)
+        assert answer.status_code == 413
+        error = answer.json()["error"]
+        assert error["code"] == "body_too_large"
+        assert error["type"] == "invalid_request_error"
+        assert "at most 1000 (max_body_bytes)" in error["message"]
+    assert httpx.get(f"{small_bodies}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1] * 10**6 + ["x"], [1.5] * 10**6, [[1]] * 10**5 + [None], [["x"]] * 10**5]
+)
+def test_a_million_mistakes_are_one_error(url, prompt):
+    """Without delay: each mistake would be looked for, and told, several times over."""
+    began = time.monotonic()
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": prompt}, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
+    assert len(answer.text) < 500
+    assert time.monotonic() - began < 5
+
+
+def test_prompts_and_templates_are_made_outside_the_event_loop(url, server, monkeypatch):
+    """A slow one of either kind holds nobody up: another request comes and goes meanwhile."""
+    from pagedjax import tokenizers
+
+    engine, done = server[1].engine, []
+
+    def slow(function):
+        def call(*args, **options):
+            if "slow" in str(args):
+                time.sleep(1)
+            return function(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(tokenizers, "apply_chat_template", slow(tokenizers.apply_chat_template))
+    monkeypatch.setattr(engine.tokenizer, "encode", slow(engine.tokenizer.encode))
+
+    async def ask(client, path, body):
+        answer = await client.post(f"{url}/v1/{path}", json=body | {"max_tokens": 2})
+        assert answer.status_code == 200
+        done.append(path)
+
+    async def main():
+        async with httpx.AsyncClient(timeout=60) as client:
+            messages = [{"role": "user", "content": "slow"}]
+            jobs = [
+                asyncio.create_task(ask(client, "chat/completions", {"messages": messages})),
+                asyncio.create_task(ask(client, "completions", {"prompt": "slow"})),
+            ]
+            await asyncio.sleep(0.2)
+            began = time.monotonic()
+            assert (await client.get(f"{url}/health")).status_code == 200
+            await client.post(f"{url}/v1/completions", json={"prompt": "hello", "max_tokens": 2})
+            assert time.monotonic() - began < 0.7
+            assert done == []
+            await asyncio.gather(*jobs)
+
+    asyncio.run(main())
+
+
+def test_logprobs_of_minus_infinity_are_json():
+    from pagedjax.server.streams import finite
+
+    assert json.loads(json.dumps(finite(float("-inf")))) == -9999.0
+    assert finite(-1.5) == -1.5
 
 
 def test_thirty_two_at_once_some_of_whom_leave(url, expected):

@@ -1,6 +1,7 @@
 """A tiny random model and a tokenizer of bytes, for tests of the shell."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -102,9 +103,11 @@ def params():
 def make_engine(weights=None, **changes) -> Engine:
     """An engine over the tiny model, not warmed up."""
     config = EngineConfig(**(SETTINGS | changes))
+    # Fewer than there are rows, so that a full table is given back row by row.
+    scheduler = replace(scheduler_config(config, platform="cpu"), max_retirements=1)
     return Engine(
         params() if weights is None else weights,
-        StepConfig(scheduler=scheduler_config(config, platform="cpu"), model=MODEL),
+        StepConfig(scheduler=scheduler, model=MODEL),
         ByteTokenizer(),
         config=config,
         kv_dtype=jnp.float32,

@@ -1,0 +1,310 @@
+"""A running engine in a file, and back: every request goes on where it stood.
+
+What is saved: the scheduler's whole state, the blocks of the KV pool that somebody holds or the
+prefix cache knows, and the host's part (the queue, which request sits in which row, the tokens each
+has so far). Text state is not saved: it is a function of the tokens, and is made again from them.
+
+The scheduler and the KV pool come back bit for bit, and so do seeds and the order of requests; with
+equal settings on equal hardware the steps that follow are the same steps.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.state import NULL, SchedulerState
+from pagedjax.engine import state_file
+from pagedjax.engine.device import Device
+from pagedjax.engine.request import Request
+from pagedjax.engine.rows import RowBook
+from pagedjax.engine.state_file import ArrayParts, SnapshotError
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.tokenizers import Tokenizer
+
+BLOCKS_AT_ONCE = 64
+"""KV blocks that travel between device and host together."""
+
+_BOOK = "rows."
+
+_MAY_DIFFER = {"use_cond", "max_retirements", "evict_batch", "watermark_blocks", "max_admissions"}
+"""Settings of the scheduler that neither shape its state nor say what a request may do."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """The host's part of a snapshot.
+
+    Attributes:
+      rows: the book of the request table.
+      placed, queued: requests in the table and before it, in the order of their arrival.
+      num_seeds_drawn: seeds given so far to requests that brought none.
+    """
+
+    rows: RowBook
+    placed: list[Request]
+    queued: list[Request]
+    num_seeds_drawn: int
+
+
+def save(
+    path: Path,
+    *,
+    device: Device,
+    rows: RowBook,
+    queue: Sequence[Request],
+    num_seeds_drawn: int,
+    fingerprint: Mapping[str, Any],
+    now: float,
+) -> None:
+    """Write a snapshot. No step may be in flight. Raises `OSError`; an old file is unharmed then.
+
+    Args:
+      fingerprint: see `fingerprint`.
+      now: the engine's clock.
+    """
+    arrays: dict[str, Any] = scheduler_arrays(device.state.scheduler)
+    blocks = blocks_in_use(arrays)
+    numbers, book = rows.saved()
+    header = {
+        "fingerprint": dict(fingerprint),
+        "placed": [(row, describe_request(request, now)) for row, request in rows.requests()],
+        "queued": [describe_request(request, now) for request in queue],
+        "rows": numbers,
+        "num_seeds_drawn": num_seeds_drawn,
+    }
+    arrays |= {f"{_BOOK}{name}": array for name, array in book.items()}
+    arrays["blocks"] = blocks
+    for which, name in enumerate(("keys", "values")):
+        arrays[name] = pool_parts(blocks, device.gather, device.state.k_pool, which)
+    state_file.write(path, header, arrays)
+
+
+def load(
+    path: Path,
+    *,
+    device: Device,
+    sizes: SchedulerConfig,
+    tokenizer: Tokenizer,
+    eos_token_ids: Sequence[int],
+    fingerprint: Mapping[str, Any],
+    now: float,
+) -> Loaded:
+    """Put a snapshot's state on the device; -> the host's part. Nothing may be running.
+
+    Raises:
+      SnapshotError: the file is damaged or does not fit; the device is as it was.
+      OSError: it could not be read.
+    """
+    header, arrays = state_file.read(path)
+    check_fingerprint(header["fingerprint"], fingerprint)
+    scheduler = scheduler_from(arrays, device.state.scheduler)
+    try:
+        device.check(scheduler)
+    except AssertionError as error:
+        raise SnapshotError(f"{path}: {error}") from error
+
+    def restored(described: Mapping[str, Any]) -> Request:
+        return restore_request(described, now, tokenizer, eos_token_ids)
+
+    placed = [(row, restored(described)) for row, described in header["placed"]]
+    queued = [restored(described) for described in header["queued"]]
+    book = {k.removeprefix(_BOOK): x for k, x in arrays.items() if k.startswith(_BOOK)}
+    rows = RowBook(sizes)
+    rows.restore(placed, header["rows"], book)
+    device.restore(scheduler, batches(arrays, device.state.k_pool.dtype))
+    placed.sort(key=lambda entry: rows.arrival(entry[0]))
+    return Loaded(
+        rows=rows,
+        placed=[request for _, request in placed],
+        queued=queued,
+        num_seeds_drawn=header["num_seeds_drawn"],
+    )
+
+
+def scheduler_arrays(state: SchedulerState) -> dict[str, np.ndarray]:
+    """Every leaf of the state, by its path."""
+    return {name: np.asarray(leaf) for name, leaf in _named(jax.device_get(state))}
+
+
+def scheduler_from(arrays: Mapping[str, np.ndarray], like: SchedulerState) -> SchedulerState:
+    """The inverse. `like` gives the structure, shapes and types that are expected.
+
+    Raises `SnapshotError` for arrays that do not fit.
+    """
+    leaves = []
+    for name, leaf in _named(like):
+        array = arrays.get(name)
+        if array is None:
+            raise SnapshotError(f"the snapshot has no {name}")
+        if array.shape != leaf.shape or array.dtype != leaf.dtype:
+            raise SnapshotError(
+                f"the snapshot's {name} is {array.dtype} {array.shape}; this engine's is "
+                f"{leaf.dtype} {leaf.shape}"
+            )
+        leaves.append(array)
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def blocks_in_use(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """[n] int32: blocks that a row holds or the prefix cache knows, ascending."""
+    held = arrays["scheduler.blocks.ref_counts"] > 0
+    cached = arrays["scheduler.prefix.slot"] != NULL
+    return np.flatnonzero(held | cached).astype(np.int32)
+
+
+def _named(state: SchedulerState) -> list[tuple[str, Any]]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(state)
+    return [(f"scheduler{jax.tree_util.keystr(path)}", leaf) for path, leaf in paths]
+
+
+def padded_batches(blocks: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+    """([BLOCKS_AT_ONCE] ids padded with NULL, how many are real): one shape, one compilation."""
+    for start in range(0, len(blocks), BLOCKS_AT_ONCE):
+        part = blocks[start : start + BLOCKS_AT_ONCE]
+        yield np.pad(part, (0, BLOCKS_AT_ONCE - len(part)), constant_values=NULL), len(part)
+
+
+def pool_parts(blocks: np.ndarray, gather: Any, pool: Any, which: int) -> ArrayParts:
+    """One of the two pools' blocks, to be written part by part.
+
+    Args:
+      gather: ids [BLOCKS_AT_ONCE] -> the two pools' blocks.
+      pool: anything with the pool's shape [L, N, B, K, D] and dtype.
+      which: 0 for keys, 1 for values.
+    """
+    dtype = _plain_dtype(pool.dtype)
+
+    def parts() -> Iterator[np.ndarray]:
+        for ids, count in padded_batches(blocks):
+            yield np.asarray(gather(ids)[which])[:count].view(dtype)
+
+    layers, _, *rest = pool.shape
+    return ArrayParts(dtype, (len(blocks), layers, *rest), parts())
+
+
+def batches(
+    arrays: Mapping[str, np.ndarray], dtype: Any
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(ids, keys, values) of the saved blocks, `BLOCKS_AT_ONCE` at a time, in the pool's dtype."""
+    start = 0
+    for ids, count in padded_batches(arrays["blocks"]):
+        parts = (arrays[name][start : start + count] for name in ("keys", "values"))
+        pad = [(0, BLOCKS_AT_ONCE - count)]
+        keys, values = (
+            np.pad(part, pad + [(0, 0)] * (part.ndim - 1)).view(dtype) for part in parts
+        )
+        yield ids, keys, values
+        start += count
+
+
+def _plain_dtype(dtype: Any) -> np.dtype:
+    """bfloat16 is no type of numpy's own: its bits travel as uint16."""
+    dtype = np.dtype(dtype)
+    return dtype if dtype.kind in "fiu" else np.dtype(f"u{dtype.itemsize}")
+
+
+def describe_request(request: Request, now: float) -> dict[str, Any]:
+    """What `restore_request` needs, as JSON can say it."""
+    params = {
+        field.name: getattr(request.params, field.name)
+        for field in dataclasses.fields(request.params)
+        if field.init
+    }
+    return {
+        "request_id": request.request_id,
+        "prompt": request.prompt,
+        "prompt_token_ids": request.prompt_token_ids,
+        "params": params,
+        "seed": request.seed,
+        "max_total_tokens": request.max_total_tokens,
+        "num_cached_tokens": request.num_cached_tokens,
+        "output_token_ids": request.all_token_ids[len(request.prompt_token_ids) :],
+        "cumulative_logprob": request.cumulative_logprob,
+        "ages_s": [
+            None if time_s is None else now - time_s
+            for time_s in (
+                request.arrival_time_s,
+                request.first_token_time_s,
+                request.last_token_time_s,
+            )
+        ],
+    }
+
+
+def restore_request(
+    described: Mapping[str, Any], now: float, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
+) -> Request:
+    """The request as it was, its text state made again from its tokens."""
+    params = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in described["params"].items()
+    }
+    request = Request(
+        described["request_id"],
+        described["prompt"],
+        described["prompt_token_ids"],
+        SamplingParams(**params),
+        seed=described["seed"],
+        max_total_tokens=described["max_total_tokens"],
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+    )
+    request.num_cached_tokens = described["num_cached_tokens"]
+    request.resume(described["output_token_ids"], described["cumulative_logprob"])
+    times = (None if age is None else now - age for age in described["ages_s"])
+    request.arrival_time_s, request.first_token_time_s, request.last_token_time_s = times
+    return request
+
+
+def fingerprint(
+    params: Any, sizes: SchedulerConfig, model: Any, tokenizer: Tokenizer, kv_dtype: Any
+) -> dict[str, Any]:
+    """What must be equal in the engine that saved and the one that loads."""
+    return {
+        "scheduler": dataclasses.asdict(sizes),
+        "kv_dtype": np.dtype(kv_dtype).name,
+        "model": repr(model),
+        "weights": _hash_weights(params),
+        "tokenizer": _hash_vocabulary(tokenizer),
+    }
+
+
+def check_fingerprint(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise `SnapshotError` naming what differs."""
+    for name, value in own["scheduler"].items():
+        other = saved["scheduler"].get(name)
+        if other != value and name not in _MAY_DIFFER:
+            raise SnapshotError(
+                f"the snapshot was made with {name}={other!r}; this engine has {name}={value!r}"
+            )
+    for name in ("kv_dtype", "model", "weights", "tokenizer"):
+        if saved[name] != own[name]:
+            raise SnapshotError(
+                f"the snapshot was made with another {name.replace('_', ' ')}: {saved[name]}, not "
+                f"{own[name]}"
+            )
+
+
+def _hash_weights(params: Any) -> str:
+    """Of every tensor its name, shape, type, first and last line: two models that differ in nothing
+    of that are taken for the same one, without reading gigabytes."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        for end in (0, -1):
+            line = leaf[(end,) * (leaf.ndim - 1)]  # along the last axis; nothing large moves
+            digest.update(np.asarray(line).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _hash_vocabulary(tokenizer: Tokenizer) -> str:
+    digest = hashlib.sha256()
+    for data in tokenizer.vocabulary.token_bytes:
+        digest.update(len(data).to_bytes(4, "little") + data)
+    return digest.hexdigest()[:16]

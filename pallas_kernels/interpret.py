@@ -1,0 +1,49 @@
+"""Running the GPU kernels on the CPU, in Pallas's interpreter.
+
+    with pallas_kernels.interpret.interpret_mode(detect_races=True):
+        paged_attention(..., implementation="pallas")
+
+The setting belongs to the thread and is part of jit's cache key: a function compiled outside is
+compiled again inside. ``set_interpret_mode`` sets it for the whole process, for programs that
+serve from another thread.
+
+The interpreter runs one callback for each load, store, copy and barrier of each thread block,
+which takes milliseconds: it is for tests and for small models.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from pallas_kernels.mosaic import require_mosaic_gpu
+
+
+@contextlib.contextmanager
+def interpret_mode(*, detect_races: bool = False) -> Iterator[None]:
+    """Kernels traced by this thread inside the context run in the interpreter.
+
+    Args:
+      detect_races: raise when a kernel reads memory that an unfinished copy may still write, or
+        the other way round. Several times slower.
+    """
+    require_mosaic_gpu("interpret_mode")
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
+        yield
+
+
+def set_interpret_mode(enabled: bool, *, detect_races: bool = False) -> None:
+    """As ``interpret_mode``, for all threads of the process and from now on."""
+    require_mosaic_gpu("set_interpret_mode")
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    params = plgpu.InterpretGPUParams(detect_races=detect_races) if enabled else None
+    plgpu.set_gpu_interpret_mode(params)
+
+
+def is_interpreted() -> bool:
+    """Whether a kernel traced now would run in the interpreter."""
+    # The public functions only set this; there is none that reads it.
+    from jax._src import config
+
+    return config.pallas_tpu_interpret_mode_context_manager.value is not None

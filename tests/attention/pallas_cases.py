@@ -1,0 +1,97 @@
+"""Steps for the GPU kernels, run in the interpreter with the race detector on."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from attention_cases import LAYER, Shape, Step, make_step
+
+from pallas_kernels import make_metadata, paged_attention
+from pallas_kernels.interpret import interpret_mode
+
+SCALE = 0.25
+
+needs_mosaic_gpu = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="the Mosaic GPU of jax 0.10 has no mma.sync, and a weak interpreter",
+)
+
+
+def edge_lengths(block_size: int, chunk: int, split: int, most: int) -> list[int]:
+    """Context lengths on both sides of the edges of blocks, chunks and splits; 1, and the most."""
+    found = {1, 2, most}
+    for edge in (block_size, chunk, split):
+        found |= {edge - 1, edge, edge + 1}
+    return sorted(x for x in found if 1 <= x <= most)
+
+
+def poisoned(shape: Shape, query_lens: list[int], seq_lens: list[int], **kw) -> Step:
+    """A step with NaN wherever no query may look, and out-of-range block ids in unused entries."""
+    kw = dict(garbage=True, spare_ends=True) | kw
+    step = make_step(shape, query_lens, seq_lens, **kw)
+    # Queries of the pool's type, as a model has them, in float32 so that the output is not rounded.
+    q = step.arrays[0].astype(shape.dtype).astype(np.float32)
+    return dataclasses.replace(step, arrays=(q, *step.arrays[1:]))
+
+
+@functools.cache
+def compiled(shape: Shape, implementation: str, options: tuple = (), decode_queries: int = 1):
+    """``paged_attention`` of a step's arrays, with a work list where the kernels are meant."""
+
+    def call(q, k_pool, v_pool, tables, starts, lens):
+        metadata = make_metadata(
+            starts,
+            lens,
+            tables,
+            num_tokens=q.shape[0],
+            block_size=shape.block_size,
+            sliding_window=dict(options).get("sliding_window"),
+            num_heads=q.shape[1],
+            k_pool=k_pool,
+            decode_queries=decode_queries,
+            implementation=implementation,
+        )
+        return paged_attention(
+            q,
+            k_pool,
+            v_pool,
+            tables,
+            starts,
+            lens,
+            layer=LAYER,
+            scale=SCALE,
+            implementation=implementation,
+            metadata=metadata,
+            **dict(options),
+        )
+
+    return jax.jit(call)
+
+
+def run(shape: Shape, step: Step, options: tuple = (), *, decode_queries: int = 1) -> np.ndarray:
+    """The kernels' output, float32, computed under the race detector."""
+    with interpret_mode(detect_races=True):
+        got = compiled(shape, "pallas", options, decode_queries)(*step.arrays)
+        return np.asarray(got, np.float32)
+
+
+def expect(shape: Shape, step: Step, options: tuple = ()) -> np.ndarray:
+    """The reference's output from the same pool."""
+    return np.asarray(compiled(shape, "reference", options)(*step.arrays), np.float32)
+
+
+def check(shape: Shape, step: Step, options: tuple = (), *, decode_queries: int = 1) -> None:
+    """The kernels give what the reference gives, to float32 or to 16-bit rounding."""
+    got = run(shape, step, options, decode_queries=decode_queries)
+    expected = expect(shape, step, options)
+    assert np.isfinite(got).all()
+    used = sum(step.query_lens)
+    np.testing.assert_array_equal(got[used:], 0.0)
+    if shape.dtype == "float32":
+        np.testing.assert_allclose(got, expected, atol=3e-6)
+    elif used:
+        error = np.linalg.norm((got - expected)[:used], axis=-1)
+        error = error / np.linalg.norm(expected[:used], axis=-1)
+        assert error.max() < 1e-2

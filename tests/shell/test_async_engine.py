@@ -1,0 +1,180 @@
+"""The engine behind asyncio: nothing holds up the event loop, nobody is forgotten."""
+
+import asyncio
+import gc
+import sys
+import threading
+import time
+
+import pytest
+
+from pagedjax.engine import AsyncEngine, EngineDeadError, InvalidRequestError, QueueFullError
+from pagedjax.engine.async_engine import _Mailbox
+from pagedjax.sampling_params import SamplingParams
+from tests.shell.tiny import drain
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+
+
+@pytest.fixture
+def async_engine(engine):
+    async_engine = AsyncEngine(engine)
+    yield async_engine
+    async_engine.shutdown()
+    drain(engine)
+
+
+async def collect(stream):
+    return [output async for output in stream]
+
+
+async def longest_pause(work):
+    """Runs `work`; -> (its result, the longest time in seconds that the event loop stood still)."""
+    task, worst = asyncio.ensure_future(work), 0.0
+    while not task.done():
+        before = time.monotonic()
+        await asyncio.sleep(0.005)
+        worst = max(worst, time.monotonic() - before)
+    return await task, worst
+
+
+def test_encoding_does_not_hold_up_the_event_loop(async_engine, monkeypatch):
+    engine, threads = async_engine.engine, []
+    encode = engine.tokenizer.encode
+
+    def slow(*args, **options):
+        threads.append(threading.current_thread().name)
+        time.sleep(0.5)
+        return encode(*args, **options)
+
+    async def main():
+        stream = await async_engine.generate("hello", GREEDY)
+        monkeypatch.setattr(engine.tokenizer, "encode", slow)
+        both = asyncio.gather(async_engine.generate("slow", GREEDY), collect(stream))
+        (slow_stream, outputs), pause = await longest_pause(both)
+        return outputs, await collect(slow_stream), pause
+
+    outputs, slow_outputs, pause = asyncio.run(main())
+    assert len(outputs) == len(slow_outputs) == 8
+    assert pause < 0.4
+    assert threads[0].startswith("pagedjax-prepare")
+
+
+def test_stopping_does_not_hold_up_the_event_loop(async_engine, monkeypatch):
+    step, begun = async_engine.engine.step, threading.Event()
+
+    def slow_step():
+        begun.set()
+        time.sleep(0.6)
+        return step()
+
+    monkeypatch.setattr(async_engine.engine, "step", slow_step)
+
+    async def main():
+        stream = await async_engine.generate("hello", LONG)
+        await asyncio.to_thread(begun.wait, 20)
+        _, pause = await longest_pause(async_engine.stop())
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await collect(stream)
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await async_engine.generate("hello", GREEDY)
+        return pause
+
+    assert asyncio.run(main()) < 0.4
+    async_engine.engine.abort("request-0")
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards(async_engine):
+    async def main():
+        stream = await async_engine.generate("hello", GREEDY, request_id="x")
+        with pytest.raises(InvalidRequestError, match="'x' is already in use"):
+            await async_engine.generate("hello", GREEDY, request_id="x")
+        first = await collect(stream)
+        again = await async_engine.generate("hello", GREEDY, request_id="x")
+        stream.close()  # late, and of the request that has ended
+        stream._open = True  # as if it had been on its way when the request ended
+        stream.close()
+        return first, await collect(again)
+
+    first, second = asyncio.run(main())
+    assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in second]
+    assert second[-1].outputs[0].finish_reason == "length"
+
+
+def test_requests_being_prepared_count_for_the_queue(async_engine, monkeypatch):
+    engine, go = async_engine.engine, threading.Event()
+    encode = engine.tokenizer.encode
+    monkeypatch.setattr(
+        engine.tokenizer, "encode", lambda *a, **o: (go.wait(20), encode(*a, **o))[1]
+    )
+
+    async def main():
+        most = engine.num_free_places()
+        waiting = [
+            asyncio.ensure_future(async_engine.generate("hello", GREEDY)) for _ in range(most)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError):
+            await async_engine.generate("hello", GREEDY)
+        for task in waiting[2:]:
+            task.cancel()
+        await asyncio.sleep(0)
+        go.set()
+        streams = await asyncio.gather(*waiting[:2])
+        # Those that were given up never reach the engine, and take no place any more.
+        assert async_engine._num_preparing == 0
+        return [len(await collect(stream)) for stream in streams]
+
+    assert asyncio.run(main()) == [8, 8]
+
+
+def test_a_stream_that_is_dropped_aborts_its_request_whoever_holds_a_lock(async_engine):
+    """The collector may run its finalizer anywhere, even inside the engine's own lock."""
+
+    async def main():
+        stream = await async_engine.generate("hello", LONG)
+        await anext(stream)
+        with async_engine.engine._lock:
+            del stream
+            gc.collect()
+
+    asyncio.run(main())
+    deadline = time.monotonic() + 20
+    while async_engine.engine.has_work():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert async_engine.stats().finished["abort"] >= 1
+
+
+def test_failing_everybody_from_several_threads_tells_each_once(async_engine):
+    """The engine's thread dies while somebody shuts it down: no race, no one left waiting."""
+    interval, errors = sys.getswitchinterval(), []
+
+    def fail():
+        try:
+            barrier.wait(20)
+            async_engine._fail_all("over")
+        except BaseException as error:
+            errors.append(error)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        queues = [asyncio.Queue() for _ in range(2000)]
+        async_engine._mailboxes = {str(i): _Mailbox(loop, q) for i, q in enumerate(queues)}
+        threads = [threading.Thread(target=fail) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await asyncio.to_thread(thread.join, 20)
+        await asyncio.sleep(0)
+        return [queue.qsize() for queue in queues]
+
+    barrier = threading.Barrier(4)
+    sys.setswitchinterval(1e-6)
+    try:
+        sizes = asyncio.run(main())
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert sizes == [1] * 2000
