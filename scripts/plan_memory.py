@@ -297,6 +297,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             written = plot_study(plan, args.plot)
             print("wrote " + ", ".join(map(str, written)), file=sys.stderr)
+    except ModuleNotFoundError as error:  # only drawing needs a package that may be missing
+        print(f"error: --plot needs {error.name}: pip install matplotlib", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

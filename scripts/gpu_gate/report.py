@@ -25,11 +25,14 @@ def markdown(results: Results, *, jax_version: str) -> str:
         "is taken as 700 ns). A kernel has *bytes that a thread block keeps in flight x "
         f"blocks/SM*. The gate asks for {IN_FLIGHT_FACTOR} times the need.",
         _flight_table(results),
-        "**Whole steps of the engine** (schedule, copy blocks, model, sample, commit; 64 "
-        "sequences, 2,048 tokens in a prefill step, 24,576 blocks of 16 tokens). *In place* is the "
-        "part of the pool that the compiled program updates where it lies.",
-        _step_table(results),
     ]
+    if any(_is_step(program) for programs in results.values() for program in programs):
+        parts += [
+            "**Whole steps of the engine** (schedule, copy blocks, model, sample, commit; 64 "
+            "sequences, 2,048 tokens in a prefill step, 24,576 blocks of 16 tokens). *In place* is "
+            "the part of the pool that the compiled program updates where it lies.",
+            _step_table(results),
+        ]
     return "\n\n".join(parts)
 
 

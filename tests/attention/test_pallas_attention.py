@@ -126,6 +126,7 @@ CROWD = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 def test_row_is_the_same_alone_and_in_a_crowd():
     """A row's output does not depend on the 63 beside it nor on its place, to the last bit."""
     rng = np.random.default_rng(0)

@@ -57,7 +57,9 @@ def gradients(function, step):
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k_pool, v_pool)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference", "pallas"])
+@pytest.mark.parametrize(
+    "implementation", ["xla", "reference", pytest.param("pallas", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_equals_dense(name, implementation):
     options = OPTIONS[name]

@@ -28,6 +28,8 @@ ARROWS = {
     "pagedjax.sampling_params": (set(), set()),
     "pagedjax.config": ({"tyro"}, set()),
     "pagedjax.memory": (set(), {"pagedjax.config"}),
+    "pagedjax.lengths": (set(), set()),
+    "pagedjax.planning": (set(), {"pagedjax.config", "pagedjax.lengths", "pagedjax.memory"}),
     "pagedjax.models": (
         {"flax", "gguf", "jax", "ml_dtypes", "numpy", "safetensors", "tqdm"},
         {"pagedjax.models", "pallas_kernels"},

@@ -1,5 +1,6 @@
 """Saving a running engine and resuming it: nothing of what follows may differ."""
 
+import json
 import os
 import subprocess
 import sys
@@ -154,7 +155,8 @@ def test_in_another_process(tmp_path, uninterrupted):
         "engine = make_engine()\n"
         "engine.load(sys.argv[1])\n"
         "tokens = {}\n"
-        "for d in drain(engine): tokens.setdefault(d.request_id, []).extend(d.outputs[0].token_ids)\n"
+        "for delta in drain(engine):\n"
+        "    tokens.setdefault(delta.request_id, []).extend(delta.outputs[0].token_ids)\n"
         "print(json.dumps(tokens))\n"
     )
     result = subprocess.run(
@@ -162,8 +164,6 @@ def test_in_another_process(tmp_path, uninterrupted):
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=300, check=True,
     )  # fmt: skip
-    import json
-
     for request_id, rest in json.loads(result.stdout.splitlines()[-1]).items():
         before = outputs[request_id].outputs[0].token_ids if request_id in outputs else []
         assert before + rest == uninterrupted[request_id][0]

@@ -1,0 +1,130 @@
+"""What a simulation is given: sizes, a trace of arrivals, limits."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.state import NULL
+
+NEVER = NULL
+"""Arrival step of a request that does not come: padding, so that traces have one length."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulationConfig:
+    """Everything static about a simulation. Hashable.
+
+    Attributes:
+      scheduler: sizes and switches. Give `use_cond=False` under `vmap`, where both branches of a
+        conditional are computed anyway.
+      num_tokens: T, the token budget of every step. (An engine's shell picks a size for each.)
+      num_steps: steps to take.
+      max_entries: E, most requests that enter the table in one step; the rest wait outside.
+      vocab_size: tokens are below it.
+    """
+
+    scheduler: SchedulerConfig
+    num_tokens: int
+    num_steps: int
+    max_entries: int = 8
+    vocab_size: int = 1 << 20
+
+    def __post_init__(self):
+        for name in ("num_tokens", "num_steps", "max_entries", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.vocab_size > 1 << 30:
+            raise ValueError(f"vocab_size must be at most 2**30, got {self.vocab_size}")
+        if self.num_tokens > self.scheduler.max_num_batched_tokens:
+            raise ValueError(
+                f"num_tokens must be at most max_num_batched_tokens "
+                f"({self.scheduler.max_num_batched_tokens}), got {self.num_tokens}"
+            )
+
+
+def _pytree(cls):
+    return jax.tree_util.register_dataclass(
+        dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+    )
+
+
+@_pytree
+class Trace:
+    """What comes in, oldest first. All [Q] int32. `make_trace` makes one from lists."""
+
+    arrival_step: jax.Array  #: step from which the request is there; never falls. Or `NEVER`
+    num_prompt_tokens: jax.Array
+    num_output_tokens: jax.Array  #: how many it produces, at least 1
+    prefix_group: jax.Array  #: requests of one group begin with the same tokens
+    num_prefix_tokens: jax.Array  #: with how many of them; 0 shares with nobody
+
+
+@_pytree
+class Limits:
+    """What may be used of what `SchedulerConfig` reserves. All [] int32; see `make_limits`."""
+
+    num_blocks: jax.Array  #: blocks of the pool, at most `config.num_blocks`
+    num_rows: jax.Array  #: rows of the request table, at most `config.num_rows`
+
+
+def make_trace(
+    arrival_step: Sequence[int],
+    num_prompt_tokens: Sequence[int],
+    num_output_tokens: Sequence[int],
+    prefix_group: Sequence[int] | None = None,
+    num_prefix_tokens: Sequence[int] | None = None,
+    *,
+    size: int | None = None,
+) -> Trace:
+    """A trace from sequences of one length, padded to `size` requests (None: not padded).
+
+    Raises `ValueError` naming the field, the value given and the values accepted.
+    """
+    zeros = np.zeros(len(arrival_step), np.int32)
+    fields = {
+        "arrival_step": (arrival_step, 0),
+        "num_prompt_tokens": (num_prompt_tokens, 1),
+        "num_output_tokens": (num_output_tokens, 1),
+        "prefix_group": (zeros if prefix_group is None else prefix_group, 0),
+        "num_prefix_tokens": (zeros if num_prefix_tokens is None else num_prefix_tokens, 0),
+    }
+    count = len(arrival_step)
+    size = count if size is None else size
+    if size < max(count, 1):
+        raise ValueError(f"size must be at least {max(count, 1)} (got {size})")
+    arrays = {}
+    for name, (values, least) in fields.items():
+        array = np.asarray(values, np.int64)
+        if array.shape != (count,):
+            raise ValueError(f"{name} must have shape ({count},) (got {array.shape})")
+        if array.size and not least <= array.min() <= array.max() < 1 << 30:
+            bad = array[(array < least) | (array >= 1 << 30)][0]
+            raise ValueError(f"{name} must be from {least} to {(1 << 30) - 1} (got {bad})")
+        padding = NEVER if name == "arrival_step" else least
+        padded = np.full(size, padding, np.int32)
+        padded[:count] = array
+        arrays[name] = jnp.asarray(padded)
+    if (np.diff(np.asarray(arrival_step)) < 0).any():
+        raise ValueError("arrival_step must never fall: the oldest request comes first")
+    return Trace(**arrays)
+
+
+def make_limits(
+    config: SchedulerConfig, *, num_blocks: int | None = None, num_rows: int | None = None
+) -> Limits:
+    """Limits from numbers; what is left out is what `config` has.
+
+    Raises `ValueError` naming the field, the value given and the values accepted.
+    """
+    values = {}
+    for name, value in (("num_blocks", num_blocks), ("num_rows", num_rows)):
+        most = getattr(config, name)
+        value = most if value is None else value
+        if not 1 <= value <= most:
+            raise ValueError(f"{name} must be from 1 to {most}, config.{name} (got {value})")
+        values[name] = jnp.asarray(value, jnp.int32)
+    return Limits(**values)
