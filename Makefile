@@ -11,7 +11,7 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow lint format bench train fetch env-server env-dev clean
+.PHONY: help serve test test-slow gpu-check lint format bench train fetch env-server env-dev clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -30,6 +30,10 @@ test: env-dev try-fetch ## run the tests but the slow ones
 
 test-slow: env-dev try-fetch ## run the slow tests
 	@$(PY) -m pytest -m slow $(ARGS)
+
+gpu-check: ## compile the GPU kernels for four chips, without a GPU, and judge them
+	@PYTHON='$(PYTHON)' CUDA=0 scripts/environment.sh '$(VENV)-gpu' gpu-check
+	@$(VENV)-gpu/bin/python scripts/check_gpu_kernels.py $(ARGS)
 
 lint: env-dev ## check style and formatting
 	@$(PY) -m ruff check .

@@ -28,13 +28,13 @@ class Args:
     rate: float = 0.12
     """Requests that arrive in a step, on average (a Poisson process)."""
 
-    num_steps: int = 1500
+    num_steps: int = 800
     """Steps to simulate."""
 
-    traces: int = 4
+    traces: int = 3
     """Traces drawn at random for each point; a point is their mean."""
 
-    pool_tokens: tuple[int, ...] = (768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144)
+    pool_tokens: tuple[int, ...] = (1024, 1280, 1536, 2048, 2560, 3072, 4096, 6144)
     """Pool sizes, in tokens."""
 
     block_sizes: tuple[int, ...] = (4, 16, 64)

@@ -68,7 +68,7 @@ def forward(
 
     def attend(layer):
         def attend_paged(q, k, v, pools):
-            pools = write_kv(*pools, k, v, slots, layer=layer)
+            pools = write_kv(*pools, k, v, slots, layer=layer, implementation=attention)
             attended = paged_attention(
                 q,
                 *pools,

@@ -10,6 +10,12 @@ MAX_MESSAGE = 1000
 UNKNOWN_FIELD = "unknown_field"
 """Type of the validation error for a field that no model has."""
 
+_PARSING = {
+    "There was an error parsing the body": "the body is not JSON that can be read: it must be "
+    "UTF-8, not nested too deeply, and without numbers of thousands of digits"
+}
+"""FastAPI's words -> ours."""
+
 _TYPES = {404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -75,7 +81,7 @@ def install(app: Any) -> None:
         return answer(_validation_error(error.errors()))
 
     async def on_http(request: Any, error: HTTPException) -> JSONResponse:
-        message = str(error.detail)
+        message = _PARSING.get(str(error.detail), str(error.detail))
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path}: {message}"
         code = "body_too_large" if error.status_code == 413 else None
@@ -99,6 +105,7 @@ def _validation_error(errors: list[dict[str, Any]]) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
     if field is None:
-        return ApiError(400, f"the body must be a JSON object: {first['msg']}")
+        message = "the body must be a JSON object, sent with Content-Type: application/json"
+        return ApiError(400, message)
     path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place).lstrip(".")
     return ApiError(400, f"{path}: {first['msg']}", param=field)

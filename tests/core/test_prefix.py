@@ -65,6 +65,13 @@ def test_salt_separates(driver):
     assert run_to_end(driver, PROMPT, salt=1) == len(PROMPT) - 1
 
 
+def test_salt_separates_even_where_hashes_do_not():
+    """The hash is salted too, so only a collision shows whether the salt itself is compared."""
+    driver = Driver(hash_mask=1)
+    run_to_end(driver, PROMPT, salt=1)
+    assert run_to_end(driver, PROMPT) == 0
+
+
 def test_output_is_cached_too(driver):
     """A conversation's next turn finds the answer that was generated before it."""
     row = driver.add_request(PROMPT, len(PROMPT) + 9, stop=False)

@@ -163,6 +163,6 @@ def test_default_buckets_are_few_and_end_with_the_budget(budget, max_num_seqs):
     assert buckets == tuple(sorted(set(buckets)))
     assert buckets[-1] == budget
     assert min(max_num_seqs, budget) in buckets
-    assert len(buckets) <= 9
+    assert len(buckets) <= 10
     for tokens in range(1, min(128, budget) + 1):
         assert next(size for size in buckets if size >= tokens) <= 2 * tokens

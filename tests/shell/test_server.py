@@ -283,12 +283,22 @@ def test_errors_have_openais_shape(url, change, status, param, words):
 
 
 def test_bodies_that_are_no_request(url):
-    for content, words in ((b"{", "JSON"), (b"[]", "object"), (b"", "object")):
+    for content, words in (
+        (b"{", "JSON"),
+        (b"[]", "object"),
+        (b"", "object"),
+        (b"[" * 100_000, "nested"),
+        (b'{"prompt": "\xff"}', "UTF-8"),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "digits"),
+    ):
         answer = httpx.post(
             f"{url}/v1/completions", content=content, headers={"content-type": "application/json"}
         )
         assert answer.status_code == 400
         assert words in answer.json()["error"]["message"]
+    plain = httpx.post(f"{url}/v1/completions", content=b'{"prompt": "a"}')
+    assert plain.status_code == 400
+    assert "Content-Type: application/json" in plain.json()["error"]["message"]
     assert httpx.get(f"{url}/v1/nothing").json()["error"]["type"] == "not_found_error"
     assert httpx.get(f"{url}/v1/completions").status_code == 405
     assert "error" in httpx.get(f"{url}/v1/completions").json()
