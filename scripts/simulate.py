@@ -164,8 +164,11 @@ def curve(args: Args, traces, *, block_size: int, sharing: bool) -> dict[str, li
         f"{len(args.pool_tokens) * args.traces} schedulers in {seconds:.1f} s, compiled and run",
         flush=True,
     )
+    # Who still waits at the end has waited at least so long; padding counts for nothing.
+    arrival = np.broadcast_to(np.asarray(traces.arrival_step), metrics.queueing.shape)
     first = np.asarray(metrics.time_to_first_token, float)
-    first[first < 0] = np.nan
+    first = np.where(first < 0, args.num_steps - arrival, first)
+    first = np.where(arrival < args.num_steps, first, np.nan)
     arrived = int((np.asarray(traces.arrival_step) < args.num_steps).sum())
     return {
         "preemption_rate": np.nanmean(metrics.preemption_rate, 1).tolist(),
@@ -209,6 +212,12 @@ def draw(args: Args, rows: dict[str, dict[str, dict]]) -> None:
         axes.set(xlabel="pool size, tokens", xticks=ticks, xticklabels=[f"{t:,}" for t in ticks])
         axes.xaxis.set_minor_locator(NullLocator())
         axes.tick_params(axis="x", labelrotation=30)
+    figure.suptitle(
+        f"{args.num_rows} rows, {args.rate} requests a step, prompts of {args.prefix} shared and "
+        f"{args.prompt[0]} to {args.prompt[1]} own tokens, {args.output[0]} to {args.output[1]} "
+        f"output tokens; sharing compared at block size {args.block_size}",
+        fontsize=10,
+    )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=120)
     figure.savefig(args.out.with_suffix(".svg"), metadata={"Date": None})

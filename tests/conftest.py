@@ -1,5 +1,6 @@
 """Fixtures that more than one test folder needs: the real model, a real SentencePiece model."""
 
+import gc
 import importlib.util
 import json
 import os
@@ -13,6 +14,21 @@ import pytest
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Let go of compiled programs that later tests will not call.
+
+    Each takes some memory maps, of which Linux gives a process 65,530; when they run out, LLVM
+    aborts the process. Kernels in the interpreter take most.
+    """
+    if nextitem is None or nextitem.path == item.path:
+        return
+    if nextitem.path.parent != item.path.parent or item.path.parent.name in ("attention", "models"):
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 def _may_fetch() -> bool:

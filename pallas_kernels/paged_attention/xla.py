@@ -40,7 +40,7 @@ def paged_attention(
     are the same: its sums run over the same chunks of context in the same order. A token computed
     as decode and as part of a chunk, or under other shapes, agrees to float32 rounding. Rows that
     read shared blocks together keep their bits as long as XLA sums a product of one row and of
-    many in the same order; where it is seen to (a test compares them), and elsewhere to rounding.
+    many in the same order: jax 0.11 and later on AVX2 do (a test compares them), jax 0.10 does not.
 
     Raises:
       ValueError: metadata made for another block size or sliding window.

@@ -22,8 +22,10 @@ from pagedjax.models.llama import LlamaModel
 from pagedjax.models.params import init_params
 from pagedjax.simulate import (
     NEVER,
-    Limits,
+    Requests,
+    Result,
     SimulationConfig,
+    Steps,
     init_simulation,
     make_limits,
     make_trace,
@@ -98,12 +100,53 @@ def watched():
 
 
 @lru_cache(maxsize=1)
-def simulated():
-    return jax.jit(partial(simulate, config=CONFIG), **QUICK)
+def vmapped():
+    config = without_cond(CONFIG)
+    return jax.jit(jax.vmap(partial(simulate, config=config)), **QUICK)
 
 
 def at(tree, i):
     return jax.tree.map(lambda x: np.asarray(x)[i], tree)
+
+
+def simulated(traces, limits):
+    """`simulate` of up to six traces at once: a list of results. (One program for all tests.)"""
+    count = len(traces)
+    results = vmapped()(
+        stack(traces + traces[:1] * (6 - count)), stack(limits + limits[:1] * (6 - count))
+    )
+    return [at(results, i) for i in range(count)]
+
+
+def alone(trace, limits):
+    """The result of one scheduler, put together from `watched`."""
+    sims, outputs, violations = watched()(trace, limits)
+    assert_invariants(violations)
+    names = [field.name for field in dataclasses.fields(Requests)]
+    arrival, preemptions = np.asarray(trace.arrival_step), outputs.counters.num_preemptions
+    come = [(arrival <= i).sum() for i in range(CONFIG.num_steps)]
+    return Result(
+        requests=Requests(**dict(zip(names, np.asarray(sims.book)[-1].T, strict=True))),
+        steps=Steps(
+            num_running=outputs.num_running,
+            num_waiting=outputs.num_waiting,
+            num_outside=come - np.asarray(sims.num_entered),
+            num_scheduled_tokens=outputs.num_scheduled_tokens,
+            num_free_blocks=outputs.num_free_blocks,
+            num_evictable_blocks=outputs.num_evictable_blocks,
+            num_preemptions=np.diff(np.asarray(preemptions), prepend=0),
+        ),
+    )
+
+
+def stack(trees):
+    return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+
+def without_cond(config):
+    return dataclasses.replace(
+        config, scheduler=dataclasses.replace(config.scheduler, use_cond=False)
+    )
 
 
 # ---- the real engine ---------------------------------------------------------------------------
@@ -177,8 +220,7 @@ def test_every_step_equals_the_engine_on_a_real_model():
     counters = at(sims, -1).scheduler.counters
     assert min(counters.num_preemptions, counters.num_evictions, counters.num_hit_tokens) > 0
     assert counters.num_block_copies > 0
-    requests = simulated()(trace, limits).requests
-    assert np.flatnonzero(requests.refused).tolist() == [5]
+    assert np.flatnonzero(at(sims, -1).book[:, 5]).tolist() == [5], "refused"
 
 
 # ---- properties --------------------------------------------------------------------------------
@@ -199,13 +241,7 @@ def test_invariants_and_book(requests, num_blocks, num_rows):
     arrival = list(itertools.accumulate(gaps))
     trace = make_trace(arrival, prompt, output, group, prefix, size=NUM_REQUESTS)
     limits = make_limits(CONFIG.scheduler, num_blocks=num_blocks, num_rows=num_rows)
-    sims, outputs, violations = watched()(trace, limits)
-    assert_invariants(violations)
-    result = simulated()(trace, limits)
-    check_book(trace, limits, result)
-    # The loop that was watched and `simulate` are one.
-    np.testing.assert_array_equal(result.steps.num_running, outputs.num_running)
-    np.testing.assert_array_equal(result.requests.finish_step, at(sims, -1).book[:, 2])
+    check_book(trace, limits, alone(trace, limits))
 
 
 def check_book(trace, limits, result):
@@ -254,7 +290,7 @@ def test_figures_worked_out_by_hand():
         [2, 5, 5], [20, 22, 46], [3, 1, 2], [1, 1, 2], [18, 18, 0], size=NUM_REQUESTS
     )
     limits = make_limits(CONFIG.scheduler, num_blocks=11)
-    result = simulated()(trace, limits)
+    (result,) = simulated([trace], [limits])
     requests = at(result.requests, slice(0, 4))
     # Request 0 computes 16 tokens in step 2, the last 4 and its first token in step 3, ends in 5.
     assert requests.admission_step.tolist() == [2, 5, -1, -1]
@@ -280,7 +316,7 @@ def test_arrivals_beyond_the_rows_wait_outside():
     """Ten at once, three may enter in a step, into four rows."""
     trace = make_trace([0] * 10, [4] * 10, [8] * 10, size=NUM_REQUESTS)
     limits = make_limits(CONFIG.scheduler, num_rows=4)
-    result = simulated()(trace, limits)
+    (result,) = simulated([trace], [limits])
     assert np.asarray(result.steps.num_outside)[:3].tolist() == [7, 6, 6]
     assert np.asarray(result.steps.num_running).max() == 4
     admission = np.asarray(result.requests.admission_step)[:10]
@@ -289,23 +325,8 @@ def test_arrivals_beyond_the_rows_wait_outside():
 
 
 # ---- vmap --------------------------------------------------------------------------------------
-def assert_each_alone(together, traces, limits, alone):
-    for i, (trace, limit) in enumerate(zip(traces, limits, strict=True)):
-        jax.tree.map(
-            lambda x, y, i=i: np.testing.assert_array_equal(np.asarray(x)[i], np.asarray(y)),
-            together,
-            alone(trace, limit),
-        )
-
-
-def stack(trees):
-    return jax.tree.map(lambda *x: jnp.stack(x), *trees)
-
-
-def without_cond(config):
-    return dataclasses.replace(
-        config, scheduler=dataclasses.replace(config.scheduler, use_cond=False)
-    )
+def assert_same(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
 
 
 def test_vmap_over_traces_and_limits_equals_each_alone():
@@ -314,17 +335,22 @@ def test_vmap_over_traces_and_limits_equals_each_alone():
         make_limits(CONFIG.scheduler, num_blocks=n, num_rows=s)
         for n, s in [(40, 8), (12, 8), (20, 3), (33, 1), (16, 6), (1, 2)]
     ]
-    together = jax.jit(jax.vmap(partial(simulate, config=without_cond(CONFIG))), **QUICK)
-    results = together(stack(traces), stack(limits))
-    assert_each_alone(results, traces, limits, simulated())
-    assert (np.asarray(results.steps.num_preemptions).sum(1) > 0).sum() >= 2
-    # One trace, other pools: the smaller the pool, the more it preempts, the longer it takes.
-    sizes = jnp.array([40, 24, 16, 12, 40, 40])
-    one = jax.tree.map(lambda x: jnp.broadcast_to(x, (6, *x.shape)), random_trace(1, rate=1.0))
-    pools = Limits(num_blocks=sizes, num_rows=jnp.full(6, 8))
-    metrics = jax.vmap(measure)(one, pools, together(one, pools))
-    assert metrics.preemption_rate[0] < metrics.preemption_rate[2]
-    assert metrics.time_to_first_token[0].mean() < metrics.time_to_first_token[3].mean()
+    results = simulated(traces, limits)
+    for result, trace, limit in zip(results, traces, limits, strict=True):
+        assert_same(result, alone(trace, limit))
+    assert sum(result.steps.num_preemptions.sum() > 0 for result in results) >= 2
+
+
+def test_a_smaller_pool_preempts_more_and_takes_longer():
+    trace = random_trace(1, rate=1.0)
+    limits = [make_limits(CONFIG.scheduler, num_blocks=n) for n in (40, 24, 16, 12)]
+    metrics = [
+        measure(trace, limit, result)
+        for limit, result in zip(limits, simulated([trace] * 4, limits), strict=True)
+    ]
+    assert metrics[0].preemption_rate < metrics[2].preemption_rate
+    assert metrics[0].time_to_first_token.mean() < metrics[3].time_to_first_token.mean()
+    assert metrics[0].pool_utilisation < metrics[2].pool_utilisation
 
 
 @pytest.mark.slow
@@ -342,8 +368,10 @@ def test_vmap_of_256_over_1000_steps_equals_each_alone():
     ]
     limits = [make_limits(config.scheduler, num_blocks=128 - seed // 3) for seed in range(256)]
     together = jax.jit(jax.vmap(partial(simulate, config=without_cond(config))))
+    one = jax.jit(partial(simulate, config=config))
     results = together(stack(traces), stack(limits))
-    assert_each_alone(results, traces, limits, jax.jit(partial(simulate, config=config)))
+    for i, (trace, limit) in enumerate(zip(traces, limits, strict=True)):
+        assert_same(at(results, i), one(trace, limit))
     assert int(results.steps.num_preemptions.sum()) > 0
 
 
@@ -352,7 +380,7 @@ def test_a_withheld_block_that_comes_into_use_is_reported():
     trace, limits = random_trace(0), make_limits(CONFIG.scheduler, num_blocks=20)
     sims, _, _ = watched()(trace, limits)
     state = jax.tree.map(jnp.asarray, at(sims, 20).scheduler)
-    check = jax.jit(partial(check_invariants, config=CONFIG.scheduler))
+    check = jax.jit(partial(check_invariants, config=CONFIG.scheduler), **QUICK)
     assert_invariants(check(with_withheld_blocks(state, limits)))
     row = int(np.argmax(np.asarray(state.rows.status) == Status.RUNNING))
     was = state.blocks.block_tables[row, 0]
