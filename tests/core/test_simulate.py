@@ -339,6 +339,7 @@ def test_vmap_over_traces_and_limits_equals_each_alone():
     results = simulated(traces, limits)
     for result, trace, limit in zip(results, traces, limits, strict=True):
         assert_same(result, alone(trace, limit))
+        check_book(trace, limit, result)
     assert sum(result.steps.num_preemptions.sum() > 0 for result in results) >= 2
 
 
