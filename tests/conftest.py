@@ -20,7 +20,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Let go of compiled programs that later tests will not call.
 
     Each takes some memory maps, of which Linux gives a process 65,530; when they run out, LLVM
-    aborts the process. Kernels in the interpreter take most.
+    aborts the process.
     """
     if nextitem is None or nextitem.path == item.path:
         return

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from pagedjax.core.blocks import num_evictable
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.prefix import lookup, match
+from pagedjax.core.pytree import pytree
 from pagedjax.core.ragged import cdiv, inverse, take, when
 from pagedjax.core.state import NULL, SchedulerState, Status
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Admitted:
     """What admission decided, one entry per candidate. All [A] int32 unless noted."""
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.pytree import pytree
 
 NULL = np.int32(2**31 - 1)
 """No block, no slot, no row."""
@@ -53,13 +54,7 @@ class ErrorCode(IntEnum):
     NAN_LOGITS = 2  #: the model gave NaN or infinite values for this row
 
 
-def _pytree(cls):
-    return jax.tree_util.register_dataclass(
-        dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
-    )
-
-
-@_pytree
+@pytree
 class SequenceTable:
     """One row per request. All [S] int32 unless noted."""
 
@@ -88,7 +83,7 @@ class SequenceTable:
     block_hashes: jax.Array  #: [S, M] uint32: hash of all tokens up to the end of block j
 
 
-@_pytree
+@pytree
 class BlockPool:
     """Who holds which block."""
 
@@ -100,7 +95,7 @@ class BlockPool:
     num_blocks_held: jax.Array  #: [S] int32
 
 
-@_pytree
+@pytree
 class PrefixIndex:
     """Full, immutable blocks that can be found by their content.
 
@@ -121,7 +116,7 @@ class PrefixIndex:
     older_sibling: jax.Array  #: [N] int32: registered before it behind the same parent; a hint
 
 
-@_pytree
+@pytree
 class Counters:
     """Totals since the start. All [] int32; they wrap after 2**31, differences stay right."""
 
@@ -133,7 +128,7 @@ class Counters:
     num_ref_errors: jax.Array  #: releases that went below zero: always 0, or the state is corrupt
 
 
-@_pytree
+@pytree
 class SchedulerState:
     """Everything `schedule` and `commit` read and write."""
 
@@ -147,7 +142,7 @@ class SchedulerState:
     blocked_means: jax.Array  #: [] int32: blocks available to it then, and of its prompt cached
 
 
-@_pytree
+@pytree
 class EngineState:
     """All of a running engine. The KV pool's layout is the attention kernels' business."""
 
@@ -156,7 +151,7 @@ class EngineState:
     v_pool: jax.Array
 
 
-@_pytree
+@pytree
 class Plan:
     """What one step does. Rank r is a row's place in the step; scheduled rows are ranks
     0 .. num_seqs - 1, running rows before newly admitted ones, older before newer."""
@@ -177,7 +172,7 @@ class Plan:
     copy_dst: jax.Array  #: [A] int32: all sources are read before any destination is written
 
 
-@_pytree
+@pytree
 class StepOutput:
     """What the host needs to know of a step: one small copy."""
 

@@ -14,6 +14,7 @@ from jax import lax
 
 from pagedjax.core.commit import commit
 from pagedjax.core.execute import StepConfig, execute, sampling_inputs
+from pagedjax.core.pytree import pytree
 from pagedjax.core.schedule import schedule
 from pagedjax.core.state import EngineState, Status, StepOutput, init_scheduler
 from pallas_kernels import gather_blocks, init_pool, scatter_blocks
@@ -70,8 +71,7 @@ def step(
     return EngineState(scheduler=scheduler, k_pool=k_pool, v_pool=v_pool), output
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class RunOutput:
     """What `run` did. Entries at and past `num_steps` are zeros."""
 

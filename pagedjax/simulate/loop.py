@@ -8,6 +8,7 @@ from jax import lax
 
 from pagedjax.core.commit import commit
 from pagedjax.core.prefix import mix
+from pagedjax.core.pytree import pytree
 from pagedjax.core.ragged import cdiv, take
 from pagedjax.core.requests import RequestParams, add_request
 from pagedjax.core.schedule import schedule
@@ -27,13 +28,7 @@ from pagedjax.simulate.result import NOT_YET, Requests, Result, Steps
 from pagedjax.simulate.trace import NEVER, Limits, SimulationConfig, Trace
 
 
-def _pytree(cls):
-    return jax.tree_util.register_dataclass(
-        dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
-    )
-
-
-@_pytree
+@pytree
 class Arrivals:
     """A trace made ready for the request table; see `prepare`."""
 
@@ -42,7 +37,7 @@ class Arrivals:
     num_rows: jax.Array  #: [] int32: rows that may be used
 
 
-@_pytree
+@pytree
 class Simulation:
     """All of a running simulation. Its step number is `scheduler.step`."""
 

@@ -1,24 +1,17 @@
 """What a simulation gives back, and the figures drawn from it."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagedjax.core.pytree import pytree
 from pagedjax.simulate.trace import Limits, Trace
 
 NOT_YET = np.int32(-1)
 """Step of something that has not happened."""
 
 
-def _pytree(cls):
-    return jax.tree_util.register_dataclass(
-        dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
-    )
-
-
-@_pytree
+@pytree
 class Requests:
     """What became of each request. All [Q] int32; steps count from 0, -1 is "has not happened"."""
 
@@ -30,7 +23,7 @@ class Requests:
     refused: jax.Array  #: 1: can never fit the limits
 
 
-@_pytree
+@pytree
 class Steps:
     """What each step did. All [num_steps] int32, as it is after the step."""
 
@@ -43,7 +36,7 @@ class Steps:
     num_preemptions: jax.Array  #: in this step
 
 
-@_pytree
+@pytree
 class Result:
     """What `simulate` returns."""
 
@@ -51,7 +44,7 @@ class Result:
     steps: Steps
 
 
-@_pytree
+@pytree
 class Metrics:
     """Figures of one simulation, of `measure`."""
 

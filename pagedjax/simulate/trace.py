@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.pytree import pytree
 from pagedjax.core.state import NULL
 
 NEVER = NULL
@@ -46,13 +47,7 @@ class SimulationConfig:
             )
 
 
-def _pytree(cls):
-    return jax.tree_util.register_dataclass(
-        dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
-    )
-
-
-@_pytree
+@pytree
 class Trace:
     """What comes in, oldest first. All [Q] int32. `make_trace` makes one from lists."""
 
@@ -63,7 +58,7 @@ class Trace:
     num_prefix_tokens: jax.Array  #: with how many of them; 0 shares with nobody
 
 
-@_pytree
+@pytree
 class Limits:
     """What may be used of what `SchedulerConfig` reserves. All [] int32; see `make_limits`."""
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import resolve
+from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import reference, work_list, xla
 from pallas_kernels.paged_attention.gradient import Attention, differentiable
 from pallas_kernels.paged_attention.mosaic_gpu import entry as mosaic_gpu
@@ -53,7 +53,7 @@ def make_metadata(
     Raises:
       NotImplementedError: ``"pallas"`` does not support the shapes or the platform.
     """
-    if implementation == "pallas" or (implementation is None and _on_gpu()):
+    if implementation == "pallas" or (implementation is None and dispatch.is_on_gpu()):
         if num_heads is None or k_pool is None:
             return None
         try:
@@ -70,7 +70,7 @@ def make_metadata(
         except NotImplementedError:
             if implementation is not None:
                 raise
-    function = resolve("make_metadata", _METADATA, implementation)
+    function = dispatch.resolve("make_metadata", _METADATA, implementation)
     return function(
         query_start_loc,
         seq_lens,
@@ -151,7 +151,7 @@ def paged_attention(
         if isinstance(metadata, WorkList):
             implementation = "pallas"
     attention = Attention(
-        function=resolve("paged_attention", _IMPLEMENTATIONS, implementation),
+        function=dispatch.resolve("paged_attention", _IMPLEMENTATIONS, implementation),
         scale=float(scale),
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -159,12 +159,6 @@ def paged_attention(
     layer = jnp.asarray(layer, jnp.int32)
     arrays = (block_tables, query_start_loc, seq_lens, layer, metadata)
     return differentiable(attention, q, k_pool, v_pool, *arrays)
-
-
-def _on_gpu() -> bool:
-    """Whether what is traced now is meant for a GPU."""
-    device = jax.config.jax_default_device
-    return getattr(device, "platform", device or jax.default_backend()) in ("gpu", "cuda")
 
 
 def _check(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from pallas_kernels.paged_attention.work_list import Tiles, make_tiles
 from pallas_kernels.pool import to_float32
 
 _TILE = 32
@@ -76,7 +77,7 @@ def _backward(attention: Attention, saved: tuple, cotangent: Any) -> tuple:
     q, k_pool, v_pool, block_tables, query_start_loc, seq_lens, layer, pools_wanted = saved
     if isinstance(cotangent, SymbolicZero):
         return (None,) * 8
-    work = _tiles(query_start_loc, q.shape[0])
+    tiles = _tiles(query_start_loc, q.shape[0])
     num_blocks, block_size, num_kv_heads = k_pool.shape[1:4]
     group = q.shape[1] // num_kv_heads
     max_context = block_tables.shape[1] * block_size
@@ -85,7 +86,7 @@ def _backward(attention: Attention, saved: tuple, cotangent: Any) -> tuple:
 
     def body(i: jax.Array, carry: tuple) -> tuple:
         dq, dpools = carry
-        row, start = work[0][i], work[1][i]
+        row, start = tiles.rows[i], tiles.starts[i]
         stop = query_start_loc[row + 1]
         tokens = start + jnp.arange(_TILE, dtype=jnp.int32)
         place = jnp.minimum(tokens, q.shape[0] - 1)
@@ -121,7 +122,7 @@ def _backward(attention: Attention, saved: tuple, cotangent: Any) -> tuple:
         return dq, dpools
 
     dq = jnp.zeros(q.shape, jnp.float32)
-    dq, dpools = lax.fori_loop(0, work[2], body, (dq, pools))
+    dq, dpools = lax.fori_loop(0, tiles.count, body, (dq, pools))
     dk_pool = dv_pool = None
     if dpools is not None:
         dk_pool, dv_pool = (
@@ -167,16 +168,11 @@ def _tile_gradient(
     return dq, dk, dv
 
 
-def _tiles(query_start_loc: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Row of each tile, its first query's index in q, and the number of tiles."""
+def _tiles(query_start_loc: jax.Array, num_tokens: int) -> Tiles:
     starts = query_start_loc[:-1]
-    counts = (query_start_loc[1:] - starts + _TILE - 1) // _TILE
-    ends = jnp.cumsum(counts)
+    num_tiles = (query_start_loc[1:] - starts + _TILE - 1) // _TILE
     most = num_tokens // _TILE + min(starts.shape[0], num_tokens)
-    index = jnp.arange(most, dtype=jnp.int32)
-    rows = jnp.sum(index[:, None] >= ends, axis=1, dtype=jnp.int32)
-    rows = jnp.minimum(rows, starts.shape[0] - 1)
-    return rows, starts[rows] + (index - (ends - counts)[rows]) * _TILE, ends[-1]
+    return make_tiles(num_tiles, starts, _TILE, most)
 
 
 differentiable.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -133,14 +133,14 @@ def make_metadata(
         decode=_decode(
             is_decode, starts, seq_lens, block_tables, num_tokens, block_size, sliding_window
         ),
-        large=_tiles(full, starts, large, most_large),
-        small=_tiles((rest + small - 1) // small, starts + queries - rest, small, most_small),
+        large=make_tiles(full, starts, large, most_large),
+        small=make_tiles((rest + small - 1) // small, starts + queries - rest, small, most_small),
         block_size=block_size,
         sliding_window=sliding_window,
     )
 
 
-def _tiles(num_tiles: jax.Array, first: jax.Array, size: int, most: int) -> Tiles:
+def make_tiles(num_tiles: jax.Array, first: jax.Array, size: int, most: int) -> Tiles:
     """``num_tiles`` ``[R]`` tiles of every row, its first one beginning at ``first`` ``[R]``."""
     end = jnp.cumsum(num_tiles)
     index = jnp.arange(most, dtype=jnp.int32)

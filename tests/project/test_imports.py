@@ -30,6 +30,10 @@ ARROWS = {
     "pagedjax.memory": (set(), {"pagedjax.config"}),
     "pagedjax.lengths": (set(), set()),
     "pagedjax.planning": (set(), {"pagedjax.config", "pagedjax.lengths", "pagedjax.memory"}),
+    "pagedjax.simulate": (
+        {"jax", "numpy"},
+        {"pagedjax.simulate", "pagedjax.core", "pagedjax.sampling"},
+    ),
     "pagedjax.models": (
         {"flax", "gguf", "jax", "ml_dtypes", "numpy", "safetensors", "tqdm"},
         {"pagedjax.models", "pallas_kernels"},
@@ -54,7 +58,10 @@ ARROWS = {
         {"pagedjax"},
     ),
 }
-PURE = ("pallas_kernels", "pagedjax.core", "pagedjax.sampling", "pagedjax.sampling_params")
+PURE = (
+    *("pallas_kernels", "pagedjax.core", "pagedjax.sampling", "pagedjax.sampling_params"),
+    "pagedjax.simulate",
+)
 # Modules that may read clocks, start threads and processes.
 CLOCKS = {
     *("asyncio", "concurrent", "multiprocessing", "queue", "sched", "signal", "socket"),
