@@ -81,6 +81,15 @@ class EngineConfig:
     """Share of the KV pool that admitting a request must leave free while others run. Without it
     the next tokens of those that run would soon push the new one out again."""
 
+    batching: Literal["continuous", "static"] = "continuous"
+    """continuous: requests come and go at every step. static, to compare with: a batch is filled,
+    and nobody joins or leaves its memory until all of it have ended."""
+
+    kv_cache: Literal["paged", "contiguous", "none"] = "paged"
+    """paged: blocks are taken as tokens come. To compare with: contiguous, each request takes the
+    blocks of max_model_len tokens at once, as without paging; none, nothing is kept and every token
+    is computed anew for the next. These two need --no-enable-prefix-caching."""
+
     max_logprobs: int = 20
     """Most top logprobs that one request may ask for."""
 
@@ -125,6 +134,11 @@ class EngineConfig:
             )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and below 1 (got {self.watermark})")
+        if self.kv_cache != "paged" and self.enable_prefix_caching:
+            raise ValueError(
+                f"enable_prefix_caching must be false with kv_cache {self.kv_cache!r} (got true): "
+                "there are no blocks that could be shared"
+            )
         if self.compilation_cache_dir == "":
             raise ValueError("compilation_cache_dir must be a folder, or off (got '')")
         self._check_buckets()

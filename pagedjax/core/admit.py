@@ -65,13 +65,16 @@ def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Adm
     left = jnp.where(valid, state.rows.num_tokens[row_ids] - cached, 0)
     chunk = jnp.clip(budget - (jnp.cumsum(left) - left), 0, left)
     num_new = jnp.where(chunk > 0, cdiv(cached + chunk, b) - num_shared, 0)
+    whole = jnp.where(valid, cdiv(state.rows.num_tokens[row_ids], b) - num_shared, 0)
+    if config.kv_cache == "contiguous":
+        whole = jnp.where(valid, config.max_blocks_per_seq, 0)
+        num_new = jnp.where(chunk > 0, whole, 0)
     candidate = jnp.broadcast_to(jnp.arange(a, dtype=jnp.int32)[:, None], shared.shape)
     wanted = jnp.where(valid[:, None], shared, NULL)
     payer = jnp.full(config.num_blocks, NULL, jnp.int32).at[wanted].min(candidate, mode="drop")
     pays = (take(state.blocks.ref_counts, wanted, 1) == 0) & (
         take(payer, wanted, NULL) == candidate
     )
-    whole = jnp.where(valid, cdiv(state.rows.num_tokens[row_ids], b) - num_shared, 0)
     cost = whole + pays.sum(1, dtype=jnp.int32)
     ok = valid & (chunk > 0) & (jnp.cumsum(cost) <= room)
 
@@ -125,11 +128,16 @@ def admit(
     row_ids = take(order, jnp.where(rank < s, rank, NULL), 0)
     valid = (rank < config.max_step_rows(num_tokens)) & ~pressed
     valid &= rows.status[row_ids] == Status.WAITING
+    if config.batching == "static":
+        valid &= _batch_is_open(rows) | (rows.num_tokens > rows.num_prompt_tokens)[row_ids]
+        valid = jnp.cumsum(~valid) == 0  # nobody overtakes
     budget = num_tokens - grant.sum(dtype=jnp.int32)
     available = state.blocks.num_free + num_evictable(state.blocks, state.prefix)
     # Of these, what running rows still need for the tokens they have is not to be given away.
     running = rows.status[order] == Status.RUNNING
     rest = cdiv(rows.num_tokens[order], config.block_size) - state.blocks.num_blocks_held[order]
+    if config.kv_cache != "paged":
+        rest = jnp.maximum(rest, 0)
     available = available - jnp.where(running, rest, 0).sum(dtype=jnp.int32)
     room = available - jnp.where(rank > 0, config.watermark_blocks, 0)
 
@@ -164,6 +172,12 @@ def admit(
     grant = grant.at[place].set(admitted.chunk, mode="drop")
     num_new = num_new.at[place].set(admitted.num_new, mode="drop")
     return state, grant, num_new, admitted
+
+
+def _batch_is_open(rows):
+    """[] bool: static batching may admit new rows (those that were preempted come back anyway)."""
+    has_output = (rows.status == Status.RUNNING) & (rows.num_tokens > rows.num_prompt_tokens)
+    return ~(has_output | (rows.status == Status.FINISHED)).any()
 
 
 def _start_rows(config: SchedulerConfig, state: SchedulerState, admitted: Admitted):

@@ -59,6 +59,9 @@ def _append(config: SchedulerConfig, state: SchedulerState, plan: Plan, sampled)
     is_stop = new & (rows.stop_token_ids == token[:, None]).any(-1)
     is_length = new & (n_after >= rows.max_total_tokens)
     ends = is_stop | is_length | nan
+    computed = rows.num_computed_tokens + advanced
+    if config.kv_cache == "none":
+        computed = jnp.where(new & ~ends, 0, computed)
     reason = jnp.where(is_stop, FinishReason.STOP, FinishReason.LENGTH)
     reason = jnp.where(nan, FinishReason.ERROR, reason)
     rows = dataclasses.replace(
@@ -69,7 +72,7 @@ def _append(config: SchedulerConfig, state: SchedulerState, plan: Plan, sampled)
         # Blocks of a row that went wrong must not be found by others.
         chain_broken=rows.chain_broken | nan,
         num_tokens=n_after,
-        num_computed_tokens=rows.num_computed_tokens + advanced,
+        num_computed_tokens=computed,
         running_hash=running_hash,
         block_hashes=rows.block_hashes.at[row, hash_column].set(block_hash, mode="drop"),
         token_ids=rows.token_ids.at[row, jnp.where(new, n, NULL)].set(token, mode="drop"),

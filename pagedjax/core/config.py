@@ -2,6 +2,9 @@
 
 import dataclasses
 
+BATCHING = ("continuous", "static")
+KV_CACHE = ("paged", "contiguous", "none")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -31,6 +34,12 @@ class SchedulerConfig:
         would pay the search on every step under pressure.
       watermark_blocks: blocks that admitting a row must leave free while others run, so that the
         next decode step does not preempt the row just admitted.
+      batching: "continuous", rows come and go at every step; or "static", a baseline to compare
+        with: rows are admitted until one of them has produced a token, then nobody until all have
+        ended, and those that end earlier keep their blocks till then.
+      kv_cache: "paged"; or a baseline: "contiguous", a row takes blocks for `max_model_len` tokens
+        when it is admitted, as an engine without paging must; "none", keys and values serve for one
+        token, and all are computed anew for the next. The baselines need prefix caching off.
     """
 
     num_rows: int
@@ -50,6 +59,8 @@ class SchedulerConfig:
     use_cond: bool = True
     evict_batch: int = 1
     watermark_blocks: int = 0
+    batching: str = "continuous"
+    kv_cache: str = "paged"
 
     def __post_init__(self):
         positive = (
@@ -66,6 +77,21 @@ class SchedulerConfig:
         if self.max_num_seqs > self.num_rows:
             raise ValueError(
                 f"max_num_seqs must be at most num_rows ({self.num_rows}), got {self.max_num_seqs}"
+            )
+        for name, options in (("batching", BATCHING), ("kv_cache", KV_CACHE)):
+            if getattr(self, name) not in options:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}"
+                )
+        if self.kv_cache != "paged" and self.enable_prefix_caching:
+            raise ValueError(
+                f"kv_cache {self.kv_cache!r} needs enable_prefix_caching=False: it has no blocks "
+                "that could be shared"
+            )
+        if self.kv_cache == "contiguous" and self.num_blocks < self.max_blocks_per_seq:
+            raise ValueError(
+                f"kv_cache 'contiguous' needs num_blocks of at least {self.max_blocks_per_seq}, "
+                f"for one sequence of max_model_len ({self.max_model_len}), got {self.num_blocks}"
             )
         if not 1 <= self.hash_mask <= 0xFFFFFFFF:
             raise ValueError(f"hash_mask must be in [1, 2**32 - 1], got {self.hash_mask}")
@@ -103,7 +129,10 @@ class SchedulerConfig:
         that block already, unless the row is being admitted and the block is a copy.
         """
         rows = self.max_step_rows(num_tokens)
-        return num_tokens // self.block_size + rows + min(self.max_admissions, rows)
+        admissions = min(self.max_admissions, rows)
+        if self.kv_cache == "contiguous":
+            return admissions * self.max_blocks_per_seq
+        return num_tokens // self.block_size + rows + admissions
 
     def max_registrations(self, num_tokens: int) -> int:
         """Most blocks that one commit enters into the prefix index; the rest wait a step."""

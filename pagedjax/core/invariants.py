@@ -84,7 +84,12 @@ def _check_rows(config, state, held, between):
     running, finished = rows.status == Status.RUNNING, rows.status == Status.FINISHED
     live = running | finished | (rows.status == Status.WAITING)
     num_held = blocks.num_blocks_held
-    exact = num_held == cdiv(rows.num_computed_tokens, config.block_size)
+    needed = cdiv(rows.num_computed_tokens, config.block_size)
+    exact = num_held == needed
+    if config.kv_cache == "contiguous":
+        exact = num_held == config.max_blocks_per_seq
+    elif config.kv_cache == "none":
+        exact = (num_held >= needed) & (num_held <= cdiv(rows.num_tokens, config.block_size))
     bad_length = (rows.num_computed_tokens > rows.num_tokens) | (rows.num_computed_tokens < 0)
     bad_length |= (rows.num_tokens > config.max_model_len) & (rows.error == 0)
     excess = jnp.maximum(_count(running) - config.max_num_seqs, 0)
@@ -155,7 +160,9 @@ def _check_plan(config, state, plan):
     scheduled = plan.row_ids != NULL
     row = jnp.where(scheduled, plan.row_ids, 0)
     after = rows.num_computed_tokens[row] + plan.num_scheduled_tokens
-    wrong = (blocks.num_blocks_held[row] != cdiv(after, b)) | (rows.status[row] != Status.RUNNING)
+    held, needed = blocks.num_blocks_held[row], cdiv(after, b)
+    wrong = held != needed if config.kv_cache == "paged" else held < needed
+    wrong |= rows.status[row] != Status.RUNNING
     wrong |= (after > rows.num_tokens[row]) | (plan.num_scheduled_tokens < 1)
     return {
         "budget": jnp.maximum(total - t, 0),

@@ -64,8 +64,10 @@ def retire(config: SchedulerConfig, state: SchedulerState) -> SchedulerState:
     """
     rows, blocks = state.rows, state.blocks
     done = rows.status == Status.FINISHED
+    if config.batching == "static":
+        done &= ~(rows.status == Status.RUNNING).any()
     column = jnp.arange(config.max_blocks_per_seq)[None]
-    if config.max_retirements >= config.num_rows:
+    if config.max_retirements >= config.num_rows or config.batching == "static":
         out = done
         held = jnp.where(done, blocks.num_blocks_held, 0)
         ids = jnp.where(column < held[:, None], blocks.block_tables, NULL)
@@ -152,6 +154,8 @@ def _grant(config: SchedulerConfig, state: SchedulerState, order, num_tokens: in
     want = jnp.where(running, rows.num_tokens[order] - computed, 0)
     grant = jnp.clip(num_tokens - (jnp.cumsum(want) - want), 0, want)
     need = jnp.where(grant > 0, cdiv(computed + grant, config.block_size) - held, 0)
+    if config.kv_cache != "paged":
+        need = jnp.maximum(need, 0)  # rows hold more than what they have computed needs
     available = blocks.num_free + num_evictable(blocks, state.prefix)
     num_running = running.sum(dtype=jnp.int32)
     pressed = need.sum(dtype=jnp.int32) > available

@@ -20,6 +20,9 @@ class Sizes:
     max_admissions: int
     block_size: int
     watermark_blocks: int = 0
+    max_blocks_per_seq: int = 0
+    batching: str = "continuous"
+    kv_cache: str = "paged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class Rows:
       unseen: int, steps in flight that were launched before the row was there.
       num_available_blocks: free or evictable.
       admitting: False when the head of the queue is known not to fit into memory (only the device
-        knows exactly what is cached, and who holds it).
+        knows exactly what is cached, and who holds it), or a static batch has begun to produce.
     """
 
     running: np.ndarray
@@ -60,15 +63,19 @@ def advance(rows: Rows, num_tokens: int, sizes: Sizes) -> Rows:
     sampled = (grant > 0) & (computed == rows.total)
     total = rows.total + sampled
     stay = total < rows.most
-    used = _new_blocks(rows.computed, computed, sizes).sum()
+    running = rows.running | (grant > 0)
+    used = _new_blocks(rows.running, rows.computed, computed, rows.total, sizes)[running].sum()
+    if sizes.kv_cache == "none":
+        computed = np.where(sampled, 0, computed)
     return replace(
         rows,
-        running=(rows.running | (grant > 0))[stay],
+        running=running[stay],
         total=total[stay],
         computed=computed[stay],
         most=rows.most[stay],
         unseen=np.maximum(rows.unseen - 1, 0)[stay],
         num_available_blocks=rows.num_available_blocks - int(used),
+        admitting=rows.admitting and not (sizes.batching == "static" and sampled.any()),
     )
 
 
@@ -86,7 +93,7 @@ def demand(rows: Rows, sizes: Sizes) -> tuple[int, int]:
 
 def num_spare_blocks(rows: Rows, sizes: Sizes) -> int:
     """Available blocks less those that running rows need for the tokens they have."""
-    needs = _new_blocks(rows.computed, rows.total, sizes)[rows.running]
+    needs = _new_blocks(rows.running, rows.computed, rows.total, rows.total, sizes)[rows.running]
     return rows.num_available_blocks - int(needs.sum())
 
 
@@ -101,10 +108,20 @@ def _candidates(rows: Rows, num_tokens: int, sizes: Sizes) -> np.ndarray:
     # As in the core: all that is known of a row must fit, or it waits and those behind it too.
     # Cached blocks are taken to be held by somebody; those that are not cost one each.
     whole = -(-rows.total // sizes.block_size) - rows.computed // sizes.block_size
+    if sizes.kv_cache == "contiguous":
+        whole = np.full_like(whole, sizes.max_blocks_per_seq)
     needs = np.where(candidates, whole, 0)
     room = num_spare_blocks(rows, sizes) - np.where(rank > 0, sizes.watermark_blocks, 0)
     return candidates & (np.cumsum(needs) <= room)
 
 
-def _new_blocks(before: np.ndarray, after: np.ndarray, sizes: Sizes) -> np.ndarray:
+def _new_blocks(
+    running: np.ndarray, before: np.ndarray, after: np.ndarray, total: np.ndarray, sizes: Sizes
+) -> np.ndarray:
+    """[n] int: blocks that rows take when their computed tokens go from `before` to `after`."""
+    if sizes.kv_cache == "contiguous":
+        return np.where(running, 0, sizes.max_blocks_per_seq)
+    if sizes.kv_cache == "none":  # a row that has run holds the blocks of all its tokens but one
+        before = np.maximum(before, np.where(running, total - 1, 0))
+        after = np.maximum(before, after)
     return -(-after // sizes.block_size) + (-before // sizes.block_size)

@@ -32,6 +32,9 @@ class RowBook:
             max_admissions=config.max_admissions,
             block_size=config.block_size,
             watermark_blocks=config.watermark_blocks,
+            max_blocks_per_seq=config.max_blocks_per_seq,
+            batching=config.batching,
+            kv_cache=config.kv_cache,
         )
         self._requests: list[Request | None] = [None] * s
         self._taken = np.zeros(s, bool)
@@ -42,6 +45,7 @@ class RowBook:
         self._total = np.zeros(s, np.int64)
         self._computed = np.zeros(s, np.int64)
         self._most = np.zeros(s, np.int64)
+        self._num_prompt = np.zeros(s, np.int64)
         self._num_prompt_blocks = np.zeros(s, np.int64)
         self._num_remembered = np.zeros(s, np.int64)
         self._chains: list[list[int]] = [[] for _ in range(s)]
@@ -78,7 +82,7 @@ class RowBook:
         self._arrival[row] = self._num_arrived
         self._num_arrived += 1
         self._running[row] = False
-        self._total[row] = len(request.prompt_token_ids)
+        self._total[row] = self._num_prompt[row] = len(request.prompt_token_ids)
         self._computed[row] = 0
         self._most[row] = request.max_total_tokens
         if self._prefix is not None:
@@ -139,7 +143,16 @@ class RowBook:
             num_available_blocks=self._num_available,
             admitting=True,
         )
-        return replace(rows, admitting=not self._is_blocked(self._head(live, rows)))
+        blocked = self._is_blocked(self._head(live, rows))
+        return replace(rows, admitting=not (blocked or self._batch_is_closed()))
+
+    def _batch_is_closed(self) -> bool:
+        """As in the core: a static batch takes nobody once one of its rows has produced a token."""
+        if self._config.batching != "static":
+            return False
+        produced = (self._total > self._num_prompt) & self._running
+        ended = self._taken & ~self._live & ~self._to_end
+        return bool((produced | ended).any())
 
     def _head(self, live: np.ndarray, rows: Rows) -> tuple[int, int] | None:
         """(arrival, means) of the oldest waiting row: the blocks to spare and those of its prompt
