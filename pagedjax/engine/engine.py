@@ -18,7 +18,7 @@ from pagedjax.engine.buckets import choose_bucket
 from pagedjax.engine.device import Device, Progress
 from pagedjax.engine.errors import InvalidRequestError, QueueFullError
 from pagedjax.engine.request import Request, check_length, check_request
-from pagedjax.engine.rows import RowBook
+from pagedjax.engine.rows import RequestState, RowBook
 from pagedjax.engine.stats import EngineStats, StatsKeeper
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
@@ -264,6 +264,18 @@ class Engine:
         """A snapshot of load and totals."""
         with self._lock:
             return self._stats.snapshot(num_queued=len(self._queue))
+
+    def request_states(self) -> dict[str, RequestState]:
+        """What each request that has not ended is doing, by id, as of the last step that was read.
+        To be called by the thread that calls `step`."""
+        with self._lock:
+            queued = list(self._queue)
+        return self._rows.states() | {
+            request.request_id: RequestState(
+                status="queued", num_tokens=len(request.prompt_token_ids), num_computed_tokens=0
+            )
+            for request in queued
+        }
 
     @property
     def device_name(self) -> str:

@@ -1,8 +1,8 @@
 """Which request sits in which row, and what the host knows of the rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -11,6 +11,22 @@ from pagedjax.core.state import Status
 from pagedjax.engine.forecast import Rows, Sizes, advance, demand, num_spare_blocks
 from pagedjax.engine.prefix_forecast import PrefixForecast
 from pagedjax.engine.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestState:
+    """What a request is doing.
+
+    Attributes:
+      status: "queued" before the request table, "waiting" in it (new, or preempted), "running".
+      num_tokens: prompt and output so far.
+      num_computed_tokens: of them, those whose keys and values are in the pool.
+    """
+
+    status: Literal["queued", "waiting", "running"]
+    num_tokens: int
+    num_computed_tokens: int
+
 
 _SAVED = ("taken", "live", "arrival", "running", "total", "computed", "most", "num_remembered")
 """Arrays of the book that cannot be made from its requests."""
@@ -214,6 +230,17 @@ class RowBook:
     def requests(self) -> list[tuple[int, Request]]:
         """Rows whose request has not ended."""
         return [(row, r) for row, r in enumerate(self._requests) if r is not None]
+
+    def states(self) -> dict[str, RequestState]:
+        """What the last output said of each request that has not ended, by id."""
+        return {
+            request.request_id: RequestState(
+                status="running" if self._running[row] else "waiting",
+                num_tokens=int(self._total[row]),
+                num_computed_tokens=int(self._computed[row]),
+            )
+            for row, request in self.requests()
+        }
 
     def arrival(self, row: int) -> int:
         """Place of the row's request in the order in which they came into the table."""
