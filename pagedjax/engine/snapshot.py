@@ -80,8 +80,7 @@ def save(
     }
     arrays |= {f"{_BOOK}{name}": array for name, array in book.items()}
     arrays["blocks"] = blocks
-    for which, name in enumerate(("keys", "values")):
-        arrays[name] = pool_parts(blocks, device.gather, device.state.k_pool, which)
+    arrays["kv"] = pool_parts(blocks, device.gather, device.state.k_pool)
     state_file.write(path, header, arrays)
 
 
@@ -170,22 +169,22 @@ def padded_batches(blocks: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
         yield np.pad(part, (0, BLOCKS_AT_ONCE - len(part)), constant_values=NULL), len(part)
 
 
-def pool_parts(blocks: np.ndarray, gather: Any, pool: Any, which: int) -> ArrayParts:
-    """One of the two pools' blocks, to be written part by part.
+def pool_parts(blocks: np.ndarray, gather: Any, pool: Any) -> ArrayParts:
+    """Keys and values of blocks, [n, 2, L, B, K, D], to be written part by part.
 
     Args:
       gather: ids [BLOCKS_AT_ONCE] -> the two pools' blocks.
-      pool: anything with the pool's shape [L, N, B, K, D] and dtype.
-      which: 0 for keys, 1 for values.
+      pool: anything with the shape [L, N, B, K, D] and dtype of either pool.
     """
     dtype = _plain_dtype(pool.dtype)
 
     def parts() -> Iterator[np.ndarray]:
         for ids, count in padded_batches(blocks):
-            yield np.asarray(gather(ids)[which])[:count].view(dtype)
+            keys, values = (np.asarray(part)[:count].view(dtype) for part in gather(ids))
+            yield np.stack([keys, values], axis=1)
 
     layers, _, *rest = pool.shape
-    return ArrayParts(dtype, (len(blocks), layers, *rest), parts())
+    return ArrayParts(dtype, (len(blocks), 2, layers, *rest), parts())
 
 
 def batches(
@@ -194,11 +193,9 @@ def batches(
     """(ids, keys, values) of the saved blocks, `BLOCKS_AT_ONCE` at a time, in the pool's dtype."""
     start = 0
     for ids, count in padded_batches(arrays["blocks"]):
-        parts = (arrays[name][start : start + count] for name in ("keys", "values"))
-        pad = [(0, BLOCKS_AT_ONCE - count)]
-        keys, values = (
-            np.pad(part, pad + [(0, 0)] * (part.ndim - 1)).view(dtype) for part in parts
-        )
+        kv = arrays["kv"][start : start + count]
+        pad = [(0, BLOCKS_AT_ONCE - count)] + [(0, 0)] * (kv.ndim - 2)
+        keys, values = (np.pad(kv[:, which], pad).view(dtype) for which in (0, 1))
         yield ids, keys, values
         start += count
 
