@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ import numpy as np
 from pagedjax.config import EngineConfig
 from pagedjax.core.execute import StepConfig
 from pagedjax.core.state import ErrorCode, FinishReason, Status, StepOutput
-from pagedjax.engine import snapshot
 from pagedjax.engine.buckets import choose_bucket
 from pagedjax.engine.device import Device, Progress
+from pagedjax.engine.event_log import open_event_log
 from pagedjax.engine.intake import Intake
 from pagedjax.engine.request import Request
 from pagedjax.engine.rows import RowBook
+from pagedjax.engine.snapshot import Snapshots
 from pagedjax.engine.stats import EngineStats, StatsKeeper
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
@@ -84,6 +85,7 @@ class Engine:
         self._clock = clock
         self._check_each_step = config.check_invariants
         self._in_flight: deque[_Launched] = deque()
+        self._unread: list[RequestOutput] = []
         self._rows = RowBook(sizes)
         self._intake = Intake(
             config,
@@ -94,7 +96,9 @@ class Engine:
             num_free_rows=lambda: self._rows.num_free,
             clock=clock,
         )
-        self._own_fingerprint: dict[str, Any] | None = None
+        self._snapshots = Snapshots(self._device, sizes, tokenizer, self.eos_token_ids)
+        if config.event_log is not None:
+            self._device.record(open_event_log(config, self._device, self._snapshots.fingerprint))
         self._stats = StatsKeeper(num_blocks=sizes.num_blocks, block_size=sizes.block_size)
 
     # -- any thread ------------------------------------------------------------------------------
@@ -173,6 +177,10 @@ class Engine:
         """Refuse a request that can never be served; -> prompt and output tokens at most."""
         return self._intake.check(token_ids, params)
 
+    def is_in_use(self, request_id: str) -> bool:
+        """Whether a request that has not ended has this id."""
+        return self._intake.is_in_use(request_id)
+
     def num_free_places(self) -> int:
         """Requests that `add_request` would take now."""
         return self._intake.num_free_places()
@@ -180,7 +188,8 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has anything to do; False when idle with every block given back."""
         # A request to abort is in the queue or in a row.
-        return bool(self._intake.num_queued() or self._in_flight) or self._rows.num_taken > 0
+        waits = self._intake.num_queued() or self._in_flight or self._unread
+        return bool(waits) or self._rows.num_taken > 0
 
     def stats(self) -> EngineStats:
         """A snapshot of load and totals."""
@@ -211,7 +220,7 @@ class Engine:
         Does not wait when there is nothing to read yet. Raises whatever the device raises: the
         engine is unusable then.
         """
-        aborted = self._feed()
+        aborted = self._take_unread() + self._feed()
         launched = self._launch()
         if len(self._in_flight) > (1 if launched else 0):
             return aborted + self._read()
@@ -219,38 +228,56 @@ class Engine:
             self._give_back()
         return aborted
 
-    def save(self, path: str | Path) -> list[RequestOutput]:
+    def settle(self) -> list[RequestOutput]:
+        """Wait for the steps in flight; -> what came out of them, as from `step`."""
+        outputs = self._take_unread()
+        while self._in_flight:
+            outputs += self._read()
+        return outputs + self._feed()
+
+    def _take_unread(self) -> list[RequestOutput]:
+        outputs, self._unread = self._unread, []
+        return outputs
+
+    def save(
+        self, path: str | Path, *, extra: Mapping[str, Any] | None = None
+    ) -> list[RequestOutput]:
         """Write everything that is going on to a file, from which `load` resumes it; this engine
         goes on, too. Waits for the steps in flight.
 
+        Args:
+          extra: what else to keep in the file, as JSON can say it; `resume` returns it.
+
         Returns:
-          What came out of them, as from `step`.
+          What came out of the steps in flight, as from `step`.
 
         Raises:
-          OSError: it could not be written; a file that was there is unharmed.
+          OSError: it could not be written; a file that was there is unharmed. What came out of the
+            steps comes from the next `step` then.
         """
-        outputs = []
-        while self._in_flight:
-            outputs += self._read()
-        outputs += self._feed()
+        self._unread = self.settle()
         queue, num_seeds_drawn = self._intake.saved()
-        snapshot.save(
+        self._snapshots.save(
             Path(path),
-            device=self._device,
             rows=self._rows,
             queue=queue,
             num_seeds_drawn=num_seeds_drawn,
-            fingerprint=self._fingerprint(),
             now=self._clock(),
+            extra=extra or {},
         )
-        return outputs
+        return self._take_unread()
 
     def load(self, path: str | Path) -> list[Request]:
+        """`resume`, without what else the file holds."""
+        return self.resume(path)[0]
+
+    def resume(self, path: str | Path) -> tuple[list[Request], dict[str, Any]]:
         """Resume what `save` has written, in an engine that is idle: the same model, tokenizer and
         sizes. Its prefix cache is replaced.
 
         Returns:
           The requests that go on, in the order of their arrival; their outputs come from `step`.
+          And the `extra` that `save` was given.
 
         Raises:
           SnapshotError: (a ValueError) the file is no snapshot, is damaged, or was made by an
@@ -259,30 +286,15 @@ class Engine:
           OSError: the file could not be read.
         """
         if self.has_work():
-            raise RuntimeError("load needs an idle engine: requests are running or waiting")
-        loaded = snapshot.load(
-            Path(path),
-            device=self._device,
-            sizes=self._sizes,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            fingerprint=self._fingerprint(),
-            now=self._clock(),
-        )
+            raise RuntimeError("resuming needs an idle engine: requests are running or waiting")
+        loaded = self._snapshots.load(Path(path), now=self._clock())
         self._rows = loaded.rows
         self._intake.restore(loaded.placed, loaded.queued, loaded.num_seeds_drawn)
-        return loaded.placed + loaded.queued
+        return loaded.placed + loaded.queued, loaded.extra
 
-    def _fingerprint(self) -> dict[str, Any]:
-        if self._own_fingerprint is None:
-            self._own_fingerprint = snapshot.fingerprint(
-                self._device.params,
-                self._sizes,
-                self._device.model,
-                self.tokenizer,
-                self._device.state.k_pool.dtype,
-            )
-        return self._own_fingerprint
+    def warm_up_snapshots(self) -> None:
+        """Compile what `save` needs, so that the first one does not."""
+        self._snapshots.warm_up()
 
     def _feed(self) -> list[RequestOutput]:
         """Hand aborts and queued requests to the device."""

@@ -172,7 +172,7 @@ def test_in_another_process(tmp_path, uninterrupted):
 def test_a_busy_engine_does_not_load(tmp_path):
     engine = started()
     engine.save(tmp_path / "state")
-    with pytest.raises(RuntimeError, match="idle"):
+    with pytest.raises(RuntimeError, match="idle engine"):
         engine.load(tmp_path / "state")
 
 
