@@ -112,6 +112,22 @@ class EngineConfig:
     check_invariants: bool = False
     """Check the whole state after every step, stop at the first violation. Slow; for debugging."""
 
+    event_log: str | None = None
+    """File to which every event is written from which the scheduler's states can be made again
+    (scripts/replay.py). A log that is there already is kept under another name. None: no log."""
+
+    event_log_text: bool = False
+    """Write the tokens of prompts and outputs into the event log as they are, which is to write the
+    text. Needed to replay with the model. Otherwise tokens get other names that say only which
+    requests begin alike, and lengths."""
+
+    event_log_kv: bool = False
+    """Write a checksum of the KV blocks in use, too, whenever one of the scheduler is written. The
+    whole pool is read for it. Needs event_log_text."""
+
+    event_log_checksum_every: int = 1
+    """Write a checksum of the scheduler's state into the event log after every so many steps."""
+
     def __post_init__(self) -> None:
         """Raises `ValueError` naming the field, the value given and the values accepted."""
         for field in dataclasses.fields(self):
@@ -127,6 +143,7 @@ class EngineConfig:
         _check_range("max_stop_token_ids", self.max_stop_token_ids, 1, 1024)
         _check_range("seed", self.seed, 0, MAX_SEED)
         _check_range("compile_threads", self.compile_threads, 1, 1024)
+        _check_range("event_log_checksum_every", self.event_log_checksum_every, 1, 1 << 30)
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ValueError(
                 f"memory_fraction must be above 0 and at most 1, or left out "
@@ -141,6 +158,11 @@ class EngineConfig:
             )
         if self.compilation_cache_dir == "":
             raise ValueError("compilation_cache_dir must be a folder, or off (got '')")
+        if self.event_log == "":
+            raise ValueError("event_log must be a file, or left out (got '')")
+        for name, needs in (("event_log_text", "event_log"), ("event_log_kv", "event_log_text")):
+            if getattr(self, name) and not getattr(self, needs):
+                raise ValueError(f"{name} must be false without {needs} (got True)")
         self._check_buckets()
 
     def _check_buckets(self) -> None:
@@ -258,7 +280,7 @@ def _from_plain(key: str, value: Any) -> Any:
         return tuple(value)
     if key in ("memory_fraction", "watermark") and type(value) is int:
         return float(value)
-    if key == "compilation_cache_dir" and isinstance(value, Path):
+    if key in ("compilation_cache_dir", "event_log") and isinstance(value, Path):
         return str(value)
     return value
 

@@ -5,13 +5,17 @@
     python scripts/serve_local.py --model path/to/model.gguf --port 9000 --max-num-seqs 8
     python scripts/serve_local.py --config configs/engines/small.toml
 
-Ctrl-C stops it; pressed twice, at once. A GPU is used when JAX sees one.
+    python scripts/serve_local.py --snapshot-dir runs/snapshots
+
+Ctrl-C stops it; pressed twice, at once. A GPU is used when JAX sees one. With --snapshot-dir it
+saves its requests when it stops, and goes on with them when it is started again.
 """
 
 import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -38,6 +42,13 @@ class Args:
     max_body_bytes: int = MAX_BODY_BYTES
     """Largest body of a request; a larger one is refused (HTTP 413)."""
 
+    snapshot_dir: Path | None = None
+    """Folder for a snapshot of all requests: resumed at start, saved when it stops and at POST
+    /snapshot. None: no snapshots, requests end when it stops."""
+
+    snapshot_interval_s: float | None = None
+    """Save a snapshot every so many seconds, too. The engine stands still while it is saved."""
+
     config: Path | None = None
     """TOML file of engine settings; flags override it."""
 
@@ -49,10 +60,18 @@ class Args:
             raise ValueError(f"port must be from 0 to 65535 (got {self.port})")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes must be at least 1 (got {self.max_body_bytes})")
+        interval_s = self.snapshot_interval_s
+        if interval_s is not None:
+            if not 0.1 <= interval_s < 1e9:
+                raise ValueError(
+                    f"snapshot_interval_s must be from 0.1 to 1e9 seconds (got {interval_s})"
+                )
+            if self.snapshot_dir is None:
+                raise ValueError("snapshot_interval_s needs snapshot_dir")
 
 
 def main() -> int:
-    """Returns the exit status: 0 after Ctrl-C, 1 when it could not start."""
+    """Returns the exit status: 0 after Ctrl-C, 1 when it could not start, or save at its end."""
     args = parse_args(Args, description=__doc__.split("\n")[0])
     try:
         return _serve(args)
@@ -70,6 +89,13 @@ def _serve(args: Args) -> int:
     sock = bind(args.host, args.port)  # before the model: a port in use should not take a minute
     from pagedjax.engine import build_engine
 
+    snapshots = None
+    if args.snapshot_dir is not None:
+        from pagedjax.server.snapshots import ServerSnapshots
+
+        snapshots = ServerSnapshots(
+            args.snapshot_dir, interval_s=args.snapshot_interval_s, log=log_line
+        )
     engine = build_engine(
         args.model,
         args.engine,
@@ -82,10 +108,27 @@ def _serve(args: Args) -> int:
         f"{engine.num_blocks * engine.block_size:,} tokens ({config.kv_cache_dtype})"
     )
     print(f"device   {engine.device_name}")
+    if snapshots is not None:
+        print(f"snapshot {_resume(snapshots, engine)}")
     print(f"address  {url}  (OpenAI clients: base_url={url}/v1)", flush=True)
-    serve(engine, sock, log=log_line, max_body_bytes=args.max_body_bytes)
+    serve(engine, sock, log=log_line, max_body_bytes=args.max_body_bytes, snapshots=snapshots)
     print("stopped", file=sys.stderr)
-    return 0
+    return 0 if snapshots is None or snapshots.error is None else 1
+
+
+def _resume(snapshots: Any, engine: Any) -> str:
+    """Go on from the snapshot, if there is one; -> what to say of it."""
+    from pagedjax.engine import SnapshotError
+
+    try:
+        count = snapshots.resume(engine)
+    except SnapshotError as error:
+        raise ValueError(
+            f"{error}. The file is left as it is: move it away to start without it."
+        ) from error
+    if count is None:
+        return f"{snapshots.path} (none yet)"
+    return f"{snapshots.path}: resumed {count} requests"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,12 @@
 from pagedjax.engine.async_engine import AsyncEngine
 from pagedjax.engine.build import build_engine
 from pagedjax.engine.engine import Engine
-from pagedjax.engine.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from pagedjax.engine.errors import (
+    EngineDeadError,
+    EngineSavedError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from pagedjax.engine.state_file import SnapshotError
 from pagedjax.engine.stats import EngineStats
 
@@ -11,6 +16,7 @@ __all__ = [
     "AsyncEngine",
     "Engine",
     "EngineDeadError",
+    "EngineSavedError",
     "EngineStats",
     "InvalidRequestError",
     "QueueFullError",

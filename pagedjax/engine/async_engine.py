@@ -9,13 +9,14 @@ import contextlib
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pagedjax.engine.engine import Engine
-from pagedjax.engine.errors import EngineDeadError, InvalidRequestError
+from pagedjax.engine.errors import EngineDeadError, EngineSavedError, InvalidRequestError
 from pagedjax.engine.request import Request
 from pagedjax.engine.stats import EngineStats
 from pagedjax.outputs import RequestOutput
@@ -40,7 +41,7 @@ class OutputStream:
     blocks.
     """
 
-    def __init__(self, engine: Engine, request: Request, queue: asyncio.Queue) -> None:
+    def __init__(self, engine: "AsyncEngine", request: Request, queue: asyncio.Queue) -> None:
         self.request_id = request.request_id
         self._engine = engine
         self._request = request
@@ -69,7 +70,7 @@ class OutputStream:
         if self._open:
             self._open = False
             # Never by its id: another request may have that by now.
-            self._engine.abort(self._request)
+            self._engine.abort_request(self._request)
 
     async def aclose(self) -> None:
         """The same, for `contextlib.aclosing`."""
@@ -84,10 +85,19 @@ class AsyncEngine:
 
     If a step fails, every request that waits gets `EngineDeadError`, and so does every later one:
     nothing hangs.
+
+    Args:
+      on_outputs: called in the engine's thread with all that comes out, before anybody gets it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_outputs: Callable[[Sequence[RequestOutput]], None] = lambda _outputs: None,
+    ) -> None:
         self.engine = engine
+        self._on_outputs = on_outputs
         # Guards what follows; never waited for while the engine's own lock is held.
         self._condition = threading.Condition()
         self._mailboxes: dict[str, _Mailbox] = {}
@@ -95,6 +105,8 @@ class AsyncEngine:
         self._workers = ThreadPoolExecutor(NUM_PREPARING_THREADS, "pagedjax-prepare")
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._keeping = False  # requests are about to be saved: those who leave do not end them
+        self._jobs: list[tuple[Callable[[], None], Future]] = []
         self._error: BaseException | None = None
         self._counter = itertools.count()
 
@@ -147,7 +159,9 @@ class AsyncEngine:
 
     def new_id(self) -> str:
         """An id for a request that brings none."""
-        return f"request-{next(self._counter)}"
+        while self.engine.is_in_use(request_id := f"request-{next(self._counter)}"):
+            pass  # a resumed one
+        return request_id
 
     async def generate_many(
         self, prepare: Callable[[], Sequence[Request]], *, count: int
@@ -191,7 +205,7 @@ class AsyncEngine:
             self.engine.submit(requests)
             self._mailboxes |= mailboxes
             self._condition.notify()
-        return [OutputStream(self.engine, r, mailboxes[r.request_id].queue) for r in requests]
+        return [OutputStream(self, r, mailboxes[r.request_id].queue) for r in requests]
 
     def abort(self, request_id: str) -> None:
         """End the request that has this id now; whoever waits for it gets the reason "abort". From
@@ -199,12 +213,57 @@ class AsyncEngine:
         # Nobody to wake: as long as there is a request, the engine's thread is stepping.
         self.engine.abort(request_id)
 
+    def abort_request(self, request: Request) -> None:
+        """The same for this very request. Takes no lock."""
+        if not self._keeping:
+            self.engine.abort(request)
+
     def abort_all(self) -> None:
         """End every request."""
         with self._condition:
             request_ids = list(self._mailboxes)
         for request_id in request_ids:
             self.abort(request_id)
+
+    def save(self, path: Path, *, extra: Callable[[], Mapping[str, Any]] = dict) -> "Future[None]":
+        """`Engine.save` between two steps; the future tells when the file is there, or raises.
+
+        Args:
+          extra: called in the engine's thread, when all that has come out has been passed on.
+        """
+        self.start()
+        with self._condition:
+            self._refuse_if_dead()
+            return self._add_job(lambda: self._save(path, extra))
+
+    def save_and_stop(
+        self, path: Path, *, extra: Callable[[], Mapping[str, Any]] = dict
+    ) -> "Future[None]":
+        """The same, and no step after it. From now on no request is taken, and nobody who leaves
+        ends his request. Those who wait get `EngineSavedError` when all is saved."""
+        self.start()
+        with self._condition:
+            self._refuse_if_dead()
+            self._keeping = self._stopping = True
+            self._workers.shutdown(wait=False)
+            future = self._add_job(lambda: self._save(path, extra))
+
+        def tell(done: "Future[None]") -> None:
+            if done.exception() is None:
+                self._fail_all("the engine was shut down; the request was saved", EngineSavedError)
+
+        future.add_done_callback(tell)
+        return future
+
+    def _add_job(self, job: Callable[[], None]) -> "Future[None]":
+        future: Future[None] = Future()
+        self._jobs.append((job, future))
+        self._condition.notify()
+        return future
+
+    def _save(self, path: Path, extra: Callable[[], Mapping[str, Any]]) -> None:
+        self._deliver(self.engine.settle())
+        self._deliver(self.engine.save(path, extra=extra()))
 
     async def stop(self, timeout_s: float | None = 30.0) -> None:
         """`shutdown` without holding up the event loop."""
@@ -231,20 +290,41 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self._deliver(self.engine.step())
+                self._run_jobs()
+                if self.engine.has_work() and not self._stopping:
+                    self._deliver(self.engine.step())
         except BaseException as error:
             with self._condition:
                 self._error = error
-            self._fail_all(f"the engine has failed: {_describe(error)}")
+                jobs, self._jobs = self._jobs, []
+            message = f"the engine has failed: {_describe(error)}"
+            for _, future in jobs:
+                future.set_exception(EngineDeadError(message))
+            self._fail_all(message)
 
     def _wait_for_work(self) -> bool:
         with self._condition:
-            while not self._stopping and not self.engine.has_work():
+            while not (self._stopping or self._jobs or self.engine.has_work()):
                 self._condition.wait()
-            return not self._stopping
+            return bool(self._jobs) or not self._stopping
+
+    def _run_jobs(self) -> None:
+        while self._jobs:
+            with self._condition:
+                job, future = self._jobs.pop(0)
+            try:
+                job()
+            except OSError as error:  # a full disk; the engine is well
+                future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+            else:
+                future.set_result(None)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Wake each event loop once for all that is new."""
+        self._on_outputs(outputs)
         batches = defaultdict(list)
         with self._condition:
             for output in outputs:
@@ -256,11 +336,11 @@ class AsyncEngine:
         for loop, batch in batches.items():
             _post(loop, batch)
 
-    def _fail_all(self, message: str) -> None:
+    def _fail_all(self, message: str, kind: type[EngineDeadError] = EngineDeadError) -> None:
         with self._condition:  # taken out at once: each is told by one caller only
             mailboxes, self._mailboxes = self._mailboxes, {}
         for mailbox in mailboxes.values():
-            _post(mailbox.loop, [(mailbox.queue, EngineDeadError(message))])
+            _post(mailbox.loop, [(mailbox.queue, kind(message))])
 
 
 def _post(loop: asyncio.AbstractEventLoop, batch: list[tuple[asyncio.Queue, Any]]) -> None:

@@ -19,6 +19,7 @@ from pagedjax.core.requests import RequestParams, abort, add_request
 from pagedjax.core.schedule import retire
 from pagedjax.core.state import NULL, EngineState, SchedulerState, StepOutput
 from pagedjax.core.step import init_state, read_blocks, step, write_blocks
+from pagedjax.eventlog import Recorder
 
 MAX_COMPILE_THREADS = 4
 """Of the default. Each holds one step's program in memory while it compiles."""
@@ -76,6 +77,7 @@ class Device:
         self._state = self._fresh_state()
         self._steps = {size: _step_function(config, size) for size in buckets}
         self._add, self._end, self._check = _scheduler_functions(config.scheduler)
+        self._recorder: Recorder | None = None
         self._gather = jax.jit(read_blocks)
         self._scatter = jax.jit(write_blocks, donate_argnums=0)
 
@@ -103,6 +105,10 @@ class Device:
         """The state as it will be when everything launched has run. The next call consumes it."""
         return self._state
 
+    def record(self, recorder: Recorder) -> None:
+        """Tell this one of all that happens from now on."""
+        self._recorder = recorder
+
     def warm_up(self, progress: Progress, *, threads: int | None = None) -> None:
         """Compile everything, run it once, then start again from an idle state.
 
@@ -119,10 +125,14 @@ class Device:
                 future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+        recorder, self._recorder = self._recorder, None
         self.add(0, [0], _a_request(self._config.scheduler))
         self.read(self.end(np.ones(self._config.scheduler.num_rows, bool)))
         for size in sizes:
             self.read(self.launch(size))
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.warm_up(self._state)
         self._state = None  # two pools at once may not fit
         self._state = self._fresh_state()
 
@@ -133,10 +143,13 @@ class Device:
     def num_compiled(self) -> int:
         """Compiled programs so far; constant after `warm_up`."""
         functions = [*self._steps.values(), self._add, self._end]
-        return sum(function._cache_size() for function in functions)
+        recording = 0 if self._recorder is None else self._recorder.num_compiled()
+        return sum(function._cache_size() for function in functions) + recording
 
     def add(self, row: int, token_ids: Sequence[int], request: RequestParams) -> None:
         """Put a request into an EMPTY row."""
+        if self._recorder is not None:
+            self._recorder.add(row, token_ids, request)
         # A new array each time: the device may read it in place, later.
         padded = np.zeros(self._config.scheduler.max_padded_len, np.int32)
         padded[: len(token_ids)] = token_ids
@@ -147,6 +160,8 @@ class Device:
 
     def end(self, rows: np.ndarray) -> Ended:
         """Abort rows [S] bool, release what has ended."""
+        if self._recorder is not None:
+            self._recorder.end(rows)
         scheduler, ended = self._end(self._state.scheduler, rows)
         self._state = dataclasses.replace(self._state, scheduler=scheduler)
         return ended
@@ -154,13 +169,18 @@ class Device:
     def launch(self, num_tokens: int) -> StepOutput:
         """Start a step of this bucket; the output is a promise."""
         self._state, output = self._steps[num_tokens](self._params, self._state)
+        if self._recorder is not None:
+            self._recorder.launch(num_tokens, self._state)
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
         return output
 
     def read(self, output: Any) -> Any:
-        """Wait for what `launch` or `end` returned; numpy arrays."""
-        return jax.device_get(output)
+        """Wait for what `launch` or `end` returned; numpy arrays. Steps in their order."""
+        output = jax.device_get(output)
+        if self._recorder is not None and isinstance(output, StepOutput):
+            self._recorder.result(output)
+        return output
 
     def gather(self, blocks: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """Keys and values of some blocks of the pool."""
@@ -172,6 +192,9 @@ class Device:
         blocks: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]],
     ) -> None:
         """Replace the state: a scheduler's, and (ids, keys, values) of blocks of the pool."""
+        if self._recorder is not None:
+            blocks = list(blocks)
+            self._recorder.restored(scheduler, blocks)
         self._state = None  # two pools at once may not fit
         state = self._fresh_state()
         for ids, keys, values in blocks:

@@ -1,9 +1,8 @@
 """The engine: the one mutable object. It feeds the pure step and reads what comes of it."""
 
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ import numpy as np
 from pagedjax.config import EngineConfig
 from pagedjax.core.execute import StepConfig
 from pagedjax.core.state import ErrorCode, FinishReason, Status, StepOutput
-from pagedjax.engine import snapshot
 from pagedjax.engine.buckets import choose_bucket
 from pagedjax.engine.device import Device, Progress
-from pagedjax.engine.errors import InvalidRequestError, QueueFullError
-from pagedjax.engine.request import Request, check_length, check_request
+from pagedjax.engine.event_log import open_event_log
+from pagedjax.engine.intake import Intake
+from pagedjax.engine.request import Request
 from pagedjax.engine.rows import RequestState, RowBook
+from pagedjax.engine.snapshot import Snapshots
 from pagedjax.engine.stats import EngineStats, StatsKeeper
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
@@ -85,17 +85,20 @@ class Engine:
         self._clock = clock
         self._check_each_step = config.check_invariants
         self._in_flight: deque[_Launched] = deque()
+        self._unread: list[RequestOutput] = []
         self._rows = RowBook(sizes)
-        # Guards the queue and the requests, and nothing that takes long. `abort` must do without:
-        # the collector may run a stream's finalizer, which aborts, in any thread at any time.
-        self._lock = threading.Lock()
-        self._queue: deque[Request] = deque()
-        self._requests: dict[str, Request] = {}
-        self._aborts: deque[Request] = deque()
-        self._num_seeds_drawn = 0
-        self._own_fingerprint: dict[str, Any] | None = None
-        longest = max(map(len, tokenizer.vocabulary.token_bytes), default=1)
-        self._longest_token = max(longest, 1)
+        self._intake = Intake(
+            config,
+            sizes,
+            tokenizer,
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            num_free_rows=lambda: self._rows.num_free,
+            clock=clock,
+        )
+        self._snapshots = Snapshots(self._device, sizes, tokenizer, self.eos_token_ids)
+        if config.event_log is not None:
+            self._device.record(open_event_log(config, self._device, self._snapshots.fingerprint))
         self._stats = StatsKeeper(num_blocks=sizes.num_blocks, block_size=sizes.block_size)
 
     # -- any thread ------------------------------------------------------------------------------
@@ -125,14 +128,14 @@ class Engine:
             limit; or its id is that of a request that has not ended.
           QueueFullError: too many requests wait.
         """
-        request = self.prepare(
+        request = self._intake.prepare(
             request_id,
             prompt,
             params,
             add_special_tokens=add_special_tokens,
             prompt_text=prompt_text,
         )
-        self.submit([request])
+        self._intake.submit([request])
         return request
 
     def prepare(
@@ -140,141 +143,68 @@ class Engine:
         request_id: str,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
-        *,
-        add_special_tokens: bool = True,
-        prompt_text: str | None = None,
+        **options: Any,
     ) -> Request:
         """The part of `add_request` that takes time: encode and check; nothing is queued."""
-        arrival_time_s = self._clock()
-        params = SamplingParams() if params is None else params
-        text = prompt if isinstance(prompt, str) else prompt_text
-        token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
-        total = self.check(token_ids, params)
-        request = Request(
-            request_id,
-            text,
-            token_ids,
-            params,
-            seed=self._seed(params),
-            max_total_tokens=total,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-        )
-        request.arrival_time_s = arrival_time_s
-        return request
+        return self._intake.prepare(request_id, prompt, params, **options)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue prepared requests, all of them or, when one is refused, none. Each only once.
 
-        Raises:
-          InvalidRequestError: an id is in use by a request that has not ended.
-          QueueFullError: too many requests wait.
-        """
-        with self._lock:
-            new: dict[str, Request] = {}
-            for request in requests:
-                if request.request_id in self._requests or request.request_id in new:
-                    raise InvalidRequestError(
-                        f"request_id {request.request_id!r} is already in use by a request that "
-                        "has not ended",
-                        param="request_id",
-                    )
-                new[request.request_id] = request
-            self._check_room(len(requests))
-            self._requests |= new
-            self._queue += requests
+        Raises what `add_request` does."""
+        self._intake.submit(requests)
 
     def check_room(self, count: int, *, reserved: int = 0) -> None:
         """Raise `QueueFullError` unless `submit` would take so many requests now, beside some that
         are to come before them."""
-        with self._lock:
-            self._check_room(count, reserved)
+        self._intake.check_room(count, reserved=reserved)
 
     def abort(self, request: Request | str) -> None:
         """End a request: one last output, with reason "abort". Unknown and ended ones are left
-        alone.
+        alone. Takes no lock.
 
         Args:
           request: as `add_request` returned it; or an id, which means the request that has it now.
         """
-        # No lock, see above; dictionaries and deques bear it.
-        if isinstance(request, str):
-            request = self._requests.get(request)
-        if request is not None and self._is_live(request):
-            self._aborts.append(request)
+        self._intake.abort(request)
 
     def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; `InvalidRequestError` for what is neither text nor token ids, and
         at once, before it has taken time, for what is far too long."""
-        limits = self.max_model_len, self._max_pool_tokens
-        check_length(prompt, *limits, longest_token_bytes=self._longest_token)
-        if isinstance(prompt, str):
-            try:
-                return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-            except ValueError as error:
-                raise InvalidRequestError(str(error), param="prompt") from error
-        token_ids = list(prompt)
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
-                raise InvalidRequestError(
-                    f"prompt must be text or integer token ids, got {token_id!r}", param="prompt"
-                )
-        return [int(token_id) for token_id in token_ids]
+        return self._intake.encode(prompt, add_special_tokens=add_special_tokens)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Refuse a request that can never be served; -> prompt and output tokens at most."""
-        return check_request(
-            token_ids,
-            params,
-            eos_token_ids=self.eos_token_ids,
-            vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
-            max_pool_tokens=self._max_pool_tokens,
-            max_logprobs=self._sizes.max_logprobs,
-            max_stop_token_ids=self._sizes.max_stop_token_ids,
-        )
+        return self._intake.check(token_ids, params)
 
-    @property
-    def _max_pool_tokens(self) -> int:
-        # The last token of a sequence is never computed and needs no slot.
-        return self.num_blocks * self.block_size + 1
-
-    def _check_room(self, count: int, reserved: int = 0) -> None:
-        if self._room() - reserved < count:
-            self._stats.refused += count
-            raise QueueFullError(
-                f"{len(self._queue)} requests are waiting; max_queue_size is "
-                f"{self.config.max_queue_size}. Try again later."
-            )
-
-    def _is_live(self, request: Request) -> bool:
-        return self._requests.get(request.request_id) is request
+    def is_in_use(self, request_id: str) -> bool:
+        """Whether a request that has not ended has this id."""
+        return self._intake.is_in_use(request_id)
 
     def num_free_places(self) -> int:
         """Requests that `add_request` would take now."""
-        with self._lock:
-            return self._room()
+        return self._intake.num_free_places()
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do; False when idle with every block given back."""
         # A request to abort is in the queue or in a row.
-        return bool(self._queue or self._in_flight) or self._rows.num_taken > 0
+        waits = self._intake.num_queued() or self._in_flight or self._unread
+        return bool(waits) or self._rows.num_taken > 0
 
     def stats(self) -> EngineStats:
         """A snapshot of load and totals."""
-        with self._lock:
-            return self._stats.snapshot(num_queued=len(self._queue))
+        return self._stats.snapshot(
+            num_queued=self._intake.num_queued(), num_refused=self._intake.num_refused()
+        )
 
     def request_states(self) -> dict[str, RequestState]:
         """What each request that has not ended is doing, by id, as of the last step that was read.
         To be called by the thread that calls `step`."""
-        with self._lock:
-            queued = list(self._queue)
         return self._rows.states() | {
             request.request_id: RequestState(
                 status="queued", num_tokens=len(request.prompt_token_ids), num_computed_tokens=0
             )
-            for request in queued
+            for request in self._intake.queued()
         }
 
     @property
@@ -300,7 +230,7 @@ class Engine:
         Does not wait when there is nothing to read yet. Raises whatever the device raises: the
         engine is unusable then.
         """
-        aborted = self._feed()
+        aborted = self._take_unread() + self._feed()
         launched = self._launch()
         if len(self._in_flight) > (1 if launched else 0):
             return aborted + self._read()
@@ -308,39 +238,56 @@ class Engine:
             self._give_back()
         return aborted
 
-    def save(self, path: str | Path) -> list[RequestOutput]:
+    def settle(self) -> list[RequestOutput]:
+        """Wait for the steps in flight; -> what came out of them, as from `step`."""
+        outputs = self._take_unread()
+        while self._in_flight:
+            outputs += self._read()
+        return outputs + self._feed()
+
+    def _take_unread(self) -> list[RequestOutput]:
+        outputs, self._unread = self._unread, []
+        return outputs
+
+    def save(
+        self, path: str | Path, *, extra: Mapping[str, Any] | None = None
+    ) -> list[RequestOutput]:
         """Write everything that is going on to a file, from which `load` resumes it; this engine
         goes on, too. Waits for the steps in flight.
 
+        Args:
+          extra: what else to keep in the file, as JSON can say it; `resume` returns it.
+
         Returns:
-          What came out of them, as from `step`.
+          What came out of the steps in flight, as from `step`.
 
         Raises:
-          OSError: it could not be written; a file that was there is unharmed.
+          OSError: it could not be written; a file that was there is unharmed. What came out of the
+            steps comes from the next `step` then.
         """
-        outputs = []
-        while self._in_flight:
-            outputs += self._read()
-        outputs += self._feed()
-        with self._lock:
-            queue = list(self._queue)
-        snapshot.save(
+        self._unread = self.settle()
+        queue, num_seeds_drawn = self._intake.saved()
+        self._snapshots.save(
             Path(path),
-            device=self._device,
             rows=self._rows,
             queue=queue,
-            num_seeds_drawn=self._num_seeds_drawn,
-            fingerprint=self._fingerprint(),
+            num_seeds_drawn=num_seeds_drawn,
             now=self._clock(),
+            extra=extra or {},
         )
-        return outputs
+        return self._take_unread()
 
     def load(self, path: str | Path) -> list[Request]:
+        """`resume`, without what else the file holds."""
+        return self.resume(path)[0]
+
+    def resume(self, path: str | Path) -> tuple[list[Request], dict[str, Any]]:
         """Resume what `save` has written, in an engine that is idle: the same model, tokenizer and
         sizes. Its prefix cache is replaced.
 
         Returns:
           The requests that go on, in the order of their arrival; their outputs come from `step`.
+          And the `extra` that `save` was given.
 
         Raises:
           SnapshotError: (a ValueError) the file is no snapshot, is damaged, or was made by an
@@ -349,51 +296,20 @@ class Engine:
           OSError: the file could not be read.
         """
         if self.has_work():
-            raise RuntimeError("load needs an idle engine: requests are running or waiting")
-        loaded = snapshot.load(
-            Path(path),
-            device=self._device,
-            sizes=self._sizes,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            fingerprint=self._fingerprint(),
-            now=self._clock(),
-        )
-        requests = loaded.placed + loaded.queued
-        with self._lock:
-            self._rows = loaded.rows
-            self._queue = deque(loaded.queued)
-            self._requests = {request.request_id: request for request in requests}
-            self._num_seeds_drawn = loaded.num_seeds_drawn
-        return requests
+            raise RuntimeError("resuming needs an idle engine: requests are running or waiting")
+        loaded = self._snapshots.load(Path(path), now=self._clock())
+        self._rows = loaded.rows
+        self._intake.restore(loaded.placed, loaded.queued, loaded.num_seeds_drawn)
+        return loaded.placed + loaded.queued, loaded.extra
 
-    def _fingerprint(self) -> dict[str, Any]:
-        if self._own_fingerprint is None:
-            self._own_fingerprint = snapshot.fingerprint(
-                self._device.params,
-                self._sizes,
-                self._device.model,
-                self.tokenizer,
-                self._device.state.k_pool.dtype,
-            )
-        return self._own_fingerprint
+    def warm_up_snapshots(self) -> None:
+        """Compile what `save` needs, so that the first one does not."""
+        self._snapshots.warm_up()
 
     def _feed(self) -> list[RequestOutput]:
         """Hand aborts and queued requests to the device."""
-        outputs, ended = [], []
-        with self._lock:
-            while self._aborts:
-                request = self._aborts.popleft()
-                if self._is_live(request):
-                    del self._requests[request.request_id]
-                    ended.append(request)
-            if ended:
-                gone = set(map(id, ended))
-                self._queue = deque(r for r in self._queue if id(r) not in gone)
-            rows = self._rows.free_rows(len(self._queue))
-            placed = [(row, self._queue.popleft()) for row in rows]
-            for row, request in placed:
-                self._rows.take(row, request)
+        outputs = []
+        ended, placed = self._intake.take(self._rows)
         for request in ended:
             self._rows.let_go(request)
             try:
@@ -455,8 +371,7 @@ class Engine:
             delta = request.fail(f"{type(error).__name__}: {error}")
         if delta.finished:
             self._rows.let_go(request, ended_on_device=bool(finished))
-            with self._lock:
-                self._requests.pop(request.request_id, None)
+            self._intake.forget(request)
             self._stats.finished(request.finish_reason, request, now)
         return delta
 
@@ -477,23 +392,6 @@ class Engine:
         ended = self._device.read(self._device.end(np.zeros(self._sizes.num_rows, bool)))
         self._rows.settle(ended.status)
         self._stats.idle(ended)
-
-    def _room(self) -> int:
-        waiting = len(self._queue) - self._rows.num_free
-        return self.config.max_queue_size - waiting
-
-    def _seed(self, params: SamplingParams) -> int:
-        """The request's own seed, or one drawn from the engine's and a counter (splitmix64)."""
-        if params.seed is not None:
-            return params.seed_bits
-        with self._lock:
-            self._num_seeds_drawn += 1
-            number = self._num_seeds_drawn
-        mask = (1 << 64) - 1
-        x = ((self.config.seed << 32) + number) * 0x9E3779B97F4A7C15 & mask
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
-        return (x ^ (x >> 31)) & 0xFFFFFFFF
 
 
 _NO_IDS = np.zeros(0, np.int32)

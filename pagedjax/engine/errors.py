@@ -21,3 +21,7 @@ class QueueFullError(RuntimeError):
 
 class EngineDeadError(RuntimeError):
     """The engine has failed, or was shut down, and takes no more requests."""
+
+
+class EngineSavedError(EngineDeadError):
+    """The engine was shut down, and this request is in the snapshot that it left."""

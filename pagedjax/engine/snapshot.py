@@ -9,6 +9,7 @@ equal settings on equal hardware the steps that follow are the same steps.
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,87 +45,114 @@ class Loaded:
       rows: the book of the request table.
       placed, queued: requests in the table and before it, in the order of their arrival.
       num_seeds_drawn: seeds given so far to requests that brought none.
+      extra: what the caller of `save` wanted to keep.
     """
 
     rows: RowBook
     placed: list[Request]
     queued: list[Request]
     num_seeds_drawn: int
+    extra: dict[str, Any]
 
 
-def save(
-    path: Path,
-    *,
-    device: Device,
-    rows: RowBook,
-    queue: Sequence[Request],
-    num_seeds_drawn: int,
-    fingerprint: Mapping[str, Any],
-    now: float,
-) -> None:
-    """Write a snapshot. No step may be in flight. Raises `OSError`; an old file is unharmed then.
+class Snapshots:
+    """Saves and loads the state of one engine.
 
     Args:
-      fingerprint: see `fingerprint`.
-      now: the engine's clock.
+      eos_token_ids: as the engine's requests know them.
     """
-    arrays: dict[str, Any] = scheduler_arrays(device.state.scheduler)
-    blocks = blocks_in_use(arrays)
-    numbers, book = rows.saved()
-    header = {
-        "fingerprint": dict(fingerprint),
-        "placed": [(row, describe_request(request, now)) for row, request in rows.requests()],
-        "queued": [describe_request(request, now) for request in queue],
-        "rows": numbers,
-        "num_seeds_drawn": num_seeds_drawn,
-    }
-    arrays |= {f"{_BOOK}{name}": array for name, array in book.items()}
-    arrays["blocks"] = blocks
-    for which, name in enumerate(("keys", "values")):
-        arrays[name] = pool_parts(blocks, device.gather, device.state.k_pool, which)
-    state_file.write(path, header, arrays)
 
+    def __init__(
+        self,
+        device: Device,
+        sizes: SchedulerConfig,
+        tokenizer: Tokenizer,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._device = device
+        self._sizes = sizes
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
 
-def load(
-    path: Path,
-    *,
-    device: Device,
-    sizes: SchedulerConfig,
-    tokenizer: Tokenizer,
-    eos_token_ids: Sequence[int],
-    fingerprint: Mapping[str, Any],
-    now: float,
-) -> Loaded:
-    """Put a snapshot's state on the device; -> the host's part. Nothing may be running.
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """See `fingerprint`."""
+        device = self._device
+        kv_dtype = device.state.k_pool.dtype
+        return fingerprint(device.params, self._sizes, device.model, self._tokenizer, kv_dtype)
 
-    Raises:
-      SnapshotError: the file is damaged or does not fit; the device is as it was.
-      OSError: it could not be read.
-    """
-    header, arrays = state_file.read(path)
-    check_fingerprint(header["fingerprint"], fingerprint)
-    scheduler = scheduler_from(arrays, device.state.scheduler)
-    try:
-        device.check(scheduler)
-    except AssertionError as error:
-        raise SnapshotError(f"{path}: {error}") from error
+    def warm_up(self) -> None:
+        """Compile what `save` calls."""
+        self._device.read(self._device.gather(np.full(BLOCKS_AT_ONCE, NULL, np.int32)))
 
-    def restored(described: Mapping[str, Any]) -> Request:
-        return restore_request(described, now, tokenizer, eos_token_ids)
+    def save(
+        self,
+        path: Path,
+        *,
+        rows: RowBook,
+        queue: Sequence[Request],
+        num_seeds_drawn: int,
+        now: float,
+        extra: Mapping[str, Any],
+    ) -> None:
+        """Write a snapshot. No step may be in flight.
 
-    placed = [(row, restored(described)) for row, described in header["placed"]]
-    queued = [restored(described) for described in header["queued"]]
-    book = {k.removeprefix(_BOOK): x for k, x in arrays.items() if k.startswith(_BOOK)}
-    rows = RowBook(sizes)
-    rows.restore(placed, header["rows"], book)
-    device.restore(scheduler, batches(arrays, device.state.k_pool.dtype))
-    placed.sort(key=lambda entry: rows.arrival(entry[0]))
-    return Loaded(
-        rows=rows,
-        placed=[request for _, request in placed],
-        queued=queued,
-        num_seeds_drawn=header["num_seeds_drawn"],
-    )
+        Args:
+          now: the engine's clock.
+          extra: what the caller wants to keep, as JSON can say it.
+
+        Raises `OSError`; an old file is unharmed then.
+        """
+        device = self._device
+        arrays: dict[str, Any] = scheduler_arrays(device.state.scheduler)
+        blocks = blocks_in_use(arrays)
+        numbers, book = rows.saved()
+        header = {
+            "fingerprint": self.fingerprint,
+            "placed": [(row, describe_request(request, now)) for row, request in rows.requests()],
+            "queued": [describe_request(request, now) for request in queue],
+            "rows": numbers,
+            "num_seeds_drawn": num_seeds_drawn,
+            "extra": dict(extra),
+        }
+        arrays |= {f"{_BOOK}{name}": array for name, array in book.items()}
+        arrays["blocks"] = blocks
+        arrays["kv"] = pool_parts(blocks, device.gather, device.state.k_pool)
+        state_file.write(path, header, arrays)
+
+    def load(self, path: Path, *, now: float) -> Loaded:
+        """Put a snapshot's state on the device; -> the host's part. Nothing may be running.
+
+        Raises:
+          SnapshotError: the file is damaged or does not fit; the device is as it was.
+          OSError: it could not be read.
+        """
+        device = self._device
+        header, arrays = state_file.read(path)
+        check_fingerprint(header["fingerprint"], self.fingerprint)
+        scheduler = scheduler_from(arrays, device.state.scheduler)
+        try:
+            device.check(scheduler)
+        except AssertionError as error:
+            raise SnapshotError(f"{path}: {error}") from error
+
+        def restored(described: Mapping[str, Any]) -> Request:
+            return restore_request(described, now, self._tokenizer, self._eos_token_ids)
+
+        placed = [(row, restored(described)) for row, described in header["placed"]]
+        queued = [restored(described) for described in header["queued"]]
+        book = {k.removeprefix(_BOOK): x for k, x in arrays.items() if k.startswith(_BOOK)}
+        rows = RowBook(self._sizes)
+        rows.restore(placed, header["rows"], book)
+        device.restore(scheduler, batches(arrays, device.state.k_pool.dtype))
+        placed.sort(key=lambda entry: rows.arrival(entry[0]))
+        return Loaded(
+            rows=rows,
+            placed=[request for _, request in placed],
+            queued=queued,
+            num_seeds_drawn=header["num_seeds_drawn"],
+            extra=header["extra"],
+        )
 
 
 def scheduler_arrays(state: SchedulerState) -> dict[str, np.ndarray]:
@@ -170,22 +198,22 @@ def padded_batches(blocks: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
         yield np.pad(part, (0, BLOCKS_AT_ONCE - len(part)), constant_values=NULL), len(part)
 
 
-def pool_parts(blocks: np.ndarray, gather: Any, pool: Any, which: int) -> ArrayParts:
-    """One of the two pools' blocks, to be written part by part.
+def pool_parts(blocks: np.ndarray, gather: Any, pool: Any) -> ArrayParts:
+    """Keys and values of blocks, [n, 2, L, B, K, D], to be written part by part.
 
     Args:
       gather: ids [BLOCKS_AT_ONCE] -> the two pools' blocks.
-      pool: anything with the pool's shape [L, N, B, K, D] and dtype.
-      which: 0 for keys, 1 for values.
+      pool: anything with the shape [L, N, B, K, D] and dtype of either pool.
     """
     dtype = _plain_dtype(pool.dtype)
 
     def parts() -> Iterator[np.ndarray]:
         for ids, count in padded_batches(blocks):
-            yield np.asarray(gather(ids)[which])[:count].view(dtype)
+            keys, values = (np.asarray(part)[:count].view(dtype) for part in gather(ids))
+            yield np.stack([keys, values], axis=1)
 
     layers, _, *rest = pool.shape
-    return ArrayParts(dtype, (len(blocks), layers, *rest), parts())
+    return ArrayParts(dtype, (len(blocks), 2, layers, *rest), parts())
 
 
 def batches(
@@ -194,11 +222,9 @@ def batches(
     """(ids, keys, values) of the saved blocks, `BLOCKS_AT_ONCE` at a time, in the pool's dtype."""
     start = 0
     for ids, count in padded_batches(arrays["blocks"]):
-        parts = (arrays[name][start : start + count] for name in ("keys", "values"))
-        pad = [(0, BLOCKS_AT_ONCE - count)]
-        keys, values = (
-            np.pad(part, pad + [(0, 0)] * (part.ndim - 1)).view(dtype) for part in parts
-        )
+        kv = arrays["kv"][start : start + count]
+        pad = [(0, BLOCKS_AT_ONCE - count)] + [(0, 0)] * (kv.ndim - 2)
+        keys, values = (np.pad(kv[:, which], pad).view(dtype) for which in (0, 1))
         yield ids, keys, values
         start += count
 

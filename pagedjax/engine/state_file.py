@@ -3,7 +3,8 @@
     "PAGEDJAX STATE\n" | version u32 | header length u64 | header | arrays | sha256
 
 Numbers are little-endian. The header is JSON: what the caller wants to keep, and each array's name,
-type and shape in the order in which their bytes follow. The checksum covers everything before it.
+type and shape in the order in which their bytes follow. Header and arrays are padded to multiples
+of 64 bytes, so that the arrays can be used where they lie. The checksum covers all before it.
 """
 
 import hashlib
@@ -18,11 +19,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"PAGEDJAX STATE\n"
 _SIZES = struct.Struct("<IQ")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_HEADER_BYTES = 1 << 32
+_ALIGNMENT = 64
 
 
 class SnapshotError(ValueError):
@@ -61,6 +63,7 @@ def write(path: Path, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> N
         for name, part in parts.items()
     ]
     text = json.dumps({"header": dict(header), "arrays": described}).encode()
+    text += b" " * _padding(len(text))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with temporary.open("wb") as file:
@@ -137,9 +140,8 @@ def _views(data: np.ndarray, described: list[dict], path: Path) -> dict[str, np.
         raw = data[place : place + size]
         if len(raw) != size:
             raise SnapshotError(f"{path} is damaged: {entry['name']} is not all there")
-        # Copied: what comes before it may leave it at an address that its type does not allow.
-        arrays[entry["name"]] = np.frombuffer(raw.tobytes(), dtype).reshape(shape)
-        place += size
+        arrays[entry["name"]] = raw.view(dtype).reshape(shape)
+        place += size + _padding(size)
     if place != len(data):
         raise SnapshotError(f"{path} is damaged: {len(data) - place} bytes belong to no array")
     return arrays
@@ -153,7 +155,7 @@ def _as_parts(array: np.ndarray | ArrayParts) -> ArrayParts:
 
 
 def _put_parts(name: str, whole: ArrayParts, put) -> None:
-    count = 0
+    count = num_bytes = 0
     for part in whole.parts:
         part = np.ascontiguousarray(part)
         if part.dtype != whole.dtype or part.shape[1:] != whole.shape[1:]:
@@ -161,6 +163,12 @@ def _put_parts(name: str, whole: ArrayParts, put) -> None:
                 f"a part of {name} is {part.dtype} {part.shape}, not {whole.dtype} {whole.shape}"
             )
         count += part.size
+        num_bytes += part.nbytes
         put(memoryview(part.reshape(-1).view(np.uint8)))
     if count != math.prod(whole.shape):
         raise ValueError(f"the parts of {name} have {count} elements, not {whole.shape}")
+    put(bytes(_padding(num_bytes)))
+
+
+def _padding(num_bytes: int) -> int:
+    return -num_bytes % _ALIGNMENT

@@ -73,7 +73,6 @@ class StatsKeeper:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self.num_free_blocks = num_blocks
-        self.refused = 0
         self._num_evictable = 0
         self._running = self._waiting = 0
         self._prompt = self._cached = self._output = self._steps = self._preemptions = 0
@@ -116,7 +115,7 @@ class StatsKeeper:
         self.num_free_blocks = int(ended.num_free_blocks)
         self._num_evictable = int(ended.num_evictable_blocks)
 
-    def snapshot(self, *, num_queued: int) -> EngineStats:
+    def snapshot(self, *, num_queued: int, num_refused: int = 0) -> EngineStats:
         """The present state, with the requests before the table counted as waiting."""
         return EngineStats(
             num_running=self._running,
@@ -133,7 +132,7 @@ class StatsKeeper:
             computed_tokens=self._computed,
             padded_tokens=self._padded,
             finished=dict(self._finished),
-            refused=self.refused,
+            refused=num_refused,
             time_to_first_token=self._first.copy(),
             time_per_token=self._next.copy(),
             request_time=self._whole.copy(),

@@ -1,11 +1,12 @@
 """The HTTP application."""
 
 import contextlib
+import dataclasses
 import html
 import time
 from typing import Any
 
-from pagedjax.engine import AsyncEngine
+from pagedjax.engine import AsyncEngine, EngineSavedError
 from pagedjax.server import errors
 from pagedjax.server.body_limit import MAX_BODY_BYTES, BodyLimit
 from pagedjax.server.chat import ChatHandler
@@ -13,17 +14,25 @@ from pagedjax.server.completions import CompletionHandler
 from pagedjax.server.errors import ApiError
 from pagedjax.server.metrics import render_metrics
 from pagedjax.server.protocol import ChatCompletionRequest, CompletionRequest
+from pagedjax.server.results import KEEP_S, MAX_RESULTS
+from pagedjax.server.snapshots import ServerSnapshots
 from pagedjax.server.streams import ClientGoneError, close, events
 
 CLIENT_GONE = 499
 """nginx's status for a client that went away; nobody reads it but the access log."""
 
 
-def create_app(engine: AsyncEngine, *, max_body_bytes: int = MAX_BODY_BYTES) -> Any:
+def create_app(
+    engine: AsyncEngine,
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    snapshots: ServerSnapshots | None = None,
+) -> Any:
     """A FastAPI app in front of an engine. The app starts the engine's thread and stops it.
 
     Args:
       max_body_bytes: a request with a larger body is refused (HTTP 413).
+      snapshots: of this very engine; its end is to save it, then.
     """
     import fastapi
     from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
@@ -32,8 +41,9 @@ def create_app(engine: AsyncEngine, *, max_body_bytes: int = MAX_BODY_BYTES) -> 
     async def lifespan(_app: Any):
         engine.start()
         yield
-        await engine.stop()
+        await (engine.stop() if snapshots is None else snapshots.save_and_stop())
 
+    results = None if snapshots is None else snapshots.results
     app = fastapi.FastAPI(title="PagedJAX", lifespan=lifespan)
     errors.install(app)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
@@ -61,6 +71,8 @@ def create_app(engine: AsyncEngine, *, max_body_bytes: int = MAX_BODY_BYTES) -> 
             return _event_stream(handler)
         try:
             return JSONResponse(await handler.answer(request))
+        except EngineSavedError as error:
+            raise errors.as_api_error(error, handler.id) from error
         except ClientGoneError:
             return PlainTextResponse("", status_code=CLIENT_GONE)
 
@@ -76,13 +88,13 @@ def create_app(engine: AsyncEngine, *, max_body_bytes: int = MAX_BODY_BYTES) -> 
     @app.post("/v1/completions")
     async def completions(request: fastapi.Request, body: CompletionRequest) -> Any:
         check_model(body.model)
-        handler = CompletionHandler(engine, body, name)
+        handler = CompletionHandler(engine, body, name, results)
         return await respond(request, handler, bool(body.stream))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: fastapi.Request, body: ChatCompletionRequest) -> Any:
         check_model(body.model)
-        handler = ChatHandler(engine, body, name)
+        handler = ChatHandler(engine, body, name, results)
         return await respond(request, handler, bool(body.stream))
 
     @app.get("/health")
@@ -101,7 +113,54 @@ def create_app(engine: AsyncEngine, *, max_body_bytes: int = MAX_BODY_BYTES) -> 
     async def index(request: fastapi.Request) -> Any:
         return HTMLResponse(_page(name, engine.engine.max_model_len, str(request.base_url)))
 
+    if snapshots is not None:
+        snapshots.start(engine)
+        _add_snapshot_routes(app, engine, snapshots, name)
     return app
+
+
+def _add_snapshot_routes(
+    app: Any, engine: AsyncEngine, snapshots: ServerSnapshots, model: str
+) -> None:
+    """What a server has that saves its state: docs/replay.md describes it."""
+
+    @app.post("/snapshot")
+    async def save_snapshot() -> dict[str, Any]:
+        try:
+            saved = await snapshots.save()
+        except OSError as error:
+            raise ApiError(500, f"no snapshot could be saved: {error}", code="io_error") from error
+        return {"object": "snapshot", **dataclasses.asdict(saved)}
+
+    @app.get("/results/{result_id}")
+    async def get_result(result_id: str) -> dict[str, Any]:
+        result = snapshots.results.get(result_id)
+        if result is None:
+            raise _no_result(result_id)
+        kind = ChatHandler if result.kind == "chat.completion" else CompletionHandler
+        answer = kind.of_result(engine, result, result_id, model).render(result.whole())
+        status, error = "in_progress", result.error()
+        if result.finished_s is not None:
+            status = "completed" if error is None else "failed"
+        return {**answer, "status": status, "error": error}
+
+    @app.delete("/results/{result_id}")
+    async def delete_result(result_id: str) -> dict[str, Any]:
+        if snapshots.results.get(result_id) is None:
+            raise _no_result(result_id)
+        for request_id in snapshots.results.drop(result_id):
+            engine.abort(request_id)
+        return {"id": result_id, "object": "result.deleted", "deleted": True}
+
+
+def _no_result(result_id: str) -> ApiError:
+    return ApiError(
+        404,
+        f"there is no result {result_id!r}: it never was, it was deleted, its client left while it "
+        f"ran, or it is one that is no longer kept ({MAX_RESULTS} finished ones are, for "
+        f"{KEEP_S:.0f} seconds)",
+        code="result_not_found",
+    )
 
 
 def _event_stream(handler: Any) -> Any:
@@ -109,7 +168,7 @@ def _event_stream(handler: Any) -> Any:
 
     async def body():
         try:
-            async for event in events(handler.chunks()):
+            async for event in events(handler.chunks(), handler.id):
                 yield event
         finally:
             close(handler.streams)

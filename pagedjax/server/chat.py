@@ -7,31 +7,57 @@ from typing import Any
 
 from pagedjax.engine import AsyncEngine
 from pagedjax.engine.async_engine import OutputStream
-from pagedjax.outputs import Logprob, TokenLogprobs
+from pagedjax.outputs import Logprob, RequestOutput, TokenLogprobs
 from pagedjax.server.errors import ApiError
 from pagedjax.server.protocol import ChatCompletionRequest
+from pagedjax.server.results import Result, Results, opening
 from pagedjax.server.streams import Usage, collect, finite, merge, submit
 
 
 class ChatHandler:
-    """One request to answer a conversation."""
+    """One request to answer a conversation.
 
-    def __init__(self, engine: AsyncEngine, body: ChatCompletionRequest, model: str) -> None:
+    Args:
+      results: where the answer is kept, too.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        body: ChatCompletionRequest,
+        model: str,
+        results: Results | None = None,
+    ) -> None:
         body.check()
         self._engine = engine
         self._body = body
         self._tokenizer = engine.engine.tokenizer
         self._model = model
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self.id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._results = results
         self._params = body.to_params()
         self.streams: list[OutputStream] = []
 
     async def start(self) -> None:
         """Queue it."""
-        self.streams = await submit(
-            self._engine, lambda: [self._prompt()], 1, self._params, add_special_tokens=False
-        )
+        with opening(self._results, "chat.completion", self.id, self._created, self._body, 1):
+            self.streams = await submit(
+                self._engine,
+                lambda: [self._prompt()],
+                1,
+                self._params,
+                request_id=self.id,
+                add_special_tokens=False,
+            )
+
+    @classmethod
+    def of_result(cls, engine: AsyncEngine, result: Result, result_id: str, model: str):
+        """A handler that can `render` what was kept."""
+        body = ChatCompletionRequest(**result.options, messages=[{"role": "user"}])
+        handler = cls(engine, body, model)
+        handler.id, handler._created = result_id, result.created
+        return handler
 
     def _prompt(self) -> str:
         from pagedjax.tokenizers import apply_chat_template
@@ -43,7 +69,11 @@ class ChatHandler:
 
     async def answer(self, request: Any) -> dict[str, Any]:
         """The whole answer."""
-        (output,) = await collect(request, self.streams)
+        return self.render(await collect(request, self.streams))
+
+    def render(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer that the engine's output amounts to."""
+        (output,) = outputs
         usage = Usage()
         usage.add(0, output)
         completion = output.outputs[0]
@@ -93,7 +123,7 @@ class ChatHandler:
 
     def _envelope(self, kind: str, choices: list[dict], usage: dict | None) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.id,
             "object": kind,
             "created": self._created,
             "model": self._model,

@@ -9,38 +9,69 @@ from pagedjax.engine import AsyncEngine
 from pagedjax.engine.async_engine import OutputStream
 from pagedjax.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from pagedjax.server.protocol import CompletionRequest
+from pagedjax.server.results import Result, Results, opening
 from pagedjax.server.streams import Usage, collect, finite, merge, submit
 
 
 class CompletionHandler:
-    """One request to complete one or more prompts."""
+    """One request to complete one or more prompts.
 
-    def __init__(self, engine: AsyncEngine, body: CompletionRequest, model: str) -> None:
+    Args:
+      results: where the answer is kept, too.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        body: CompletionRequest,
+        model: str,
+        results: Results | None = None,
+    ) -> None:
         body.check()
         self._engine = engine
         self._body = body
         self._tokenizer = engine.engine.tokenizer
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": f"cmpl-{body.request_id or uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
         }
+        self._results = results
         self._offsets: dict[int, int] = {}
         self._prompts = body.prompts()
         self._params = body.to_params()
         self.streams: list[OutputStream] = []
 
+    @property
+    def id(self) -> str:
+        """OpenAI's id of the answer."""
+        return self._head["id"]
+
     async def start(self) -> None:
         """Queue its prompts."""
-        self.streams = await submit(
-            self._engine, lambda: self._prompts, len(self._prompts), self._params
-        )
+        count = len(self._prompts)
+        created = self._head["created"]
+        with opening(self._results, "text_completion", self.id, created, self._body, count):
+            self.streams = await submit(
+                self._engine, lambda: self._prompts, count, self._params, request_id=self.id
+            )
+
+    @classmethod
+    def of_result(cls, engine: AsyncEngine, result: Result, result_id: str, model: str):
+        """A handler that can `render` what was kept."""
+        handler = cls(engine, CompletionRequest(**result.options, prompt=""), model)
+        handler._head |= {"id": result_id, "created": result.created}
+        return handler
 
     async def answer(self, request: Any) -> dict[str, Any]:
         """The whole answer."""
+        return self.render(await collect(request, self.streams))
+
+    def render(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer that the engine's outputs amount to."""
         usage, choices = Usage(), []
-        for index, output in enumerate(await collect(request, self.streams)):
+        for index, output in enumerate(outputs):
             usage.add(index, output)
             choices.append(self._choice(index, output, first=True))
         return {**self._head, "choices": choices, "usage": usage.body()}

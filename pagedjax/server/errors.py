@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from pagedjax.engine.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from pagedjax.engine.errors import (
+    EngineDeadError,
+    EngineSavedError,
+    InvalidRequestError,
+    QueueFullError,
+)
 
 MAX_MESSAGE = 1000
 """Characters of a message."""
@@ -51,14 +56,20 @@ def _plain(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """The answer that an exception amounts to."""
+def as_api_error(error: Exception, request_id: str = "") -> ApiError:
+    """The answer that an exception amounts to; `request_id` is that of OpenAI's answer."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, EngineSavedError):
+        message = (
+            "the server is shutting down; this request was saved, and goes on when the server is "
+            f"started again: GET /results/{request_id} returns what comes of it"
+        )
+        return ApiError(503, message, code="saved")
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
     return ApiError(500, f"internal error: {type(error).__name__}: {error}", code="internal_error")
@@ -71,7 +82,9 @@ def install(app: Any) -> None:
     from starlette.exceptions import HTTPException
 
     def answer(error: ApiError) -> JSONResponse:
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+        if error.code == "saved":  # to send it again would be to have it computed twice
+            headers = {"x-should-retry": "false"}
         return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
     async def on_api_error(_request: Any, error: Exception) -> JSONResponse:

@@ -7,7 +7,14 @@ field, is refused.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, WrapValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from pagedjax.sampling_params import SamplingParams
@@ -55,6 +62,7 @@ def _items(kind: type, name: str) -> BeforeValidator:
 
 
 Texts = Annotated[list[str], _items(str, "text")]
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 Integers = Annotated[list[int], _items(int, "an integer")]
 
 
@@ -104,6 +112,7 @@ class _Request(_Strict):
     stop_token_ids: Integers | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    request_id: RequestId | None = None
     # OpenAI's that are not implemented
     n: int | None = None
     presence_penalty: float | None = None

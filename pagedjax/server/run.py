@@ -13,6 +13,7 @@ from typing import Any
 
 from pagedjax.engine import AsyncEngine, Engine, EngineStats
 from pagedjax.server.body_limit import MAX_BODY_BYTES
+from pagedjax.server.snapshots import ServerSnapshots
 
 REPORT_EVERY_S = 5.0
 SHUTDOWN_S = 15
@@ -49,17 +50,19 @@ def serve(
     *,
     log: Callable[[str], None],
     max_body_bytes: int = MAX_BODY_BYTES,
+    snapshots: ServerSnapshots | None = None,
 ) -> bool:
     """Serve until Ctrl-C or SIGTERM; -> True when it stopped because it was asked to.
 
-    The first signal ends running requests and lets their connections close. The second leaves at
-    once, with status 130.
+    The first signal ends running requests, or saves them if there are snapshots, and lets their
+    connections close. The second leaves at once, with status 130.
     """
     import uvicorn
 
     from pagedjax.server.app import create_app
 
-    async_engine = AsyncEngine(engine)
+    options = {} if snapshots is None else {"on_outputs": snapshots.record}
+    async_engine = AsyncEngine(engine, **options)
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
@@ -71,7 +74,7 @@ def serve(
 
     async def main() -> bool:
         config = uvicorn.Config(
-            create_app(async_engine, max_body_bytes=max_body_bytes),
+            create_app(async_engine, max_body_bytes=max_body_bytes, snapshots=snapshots),
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=SHUTDOWN_S,
@@ -80,8 +83,10 @@ def serve(
         server = Server(config)
         tasks = [
             asyncio.create_task(_report(async_engine, log)),
-            asyncio.create_task(_end_requests_at_exit(server, async_engine)),
+            asyncio.create_task(_end_requests_at_exit(server, async_engine, snapshots)),
         ]
+        if snapshots is not None:
+            tasks.append(asyncio.create_task(snapshots.save_at_intervals()))
         try:
             await server.serve(sockets=[sock])
         finally:
@@ -95,9 +100,14 @@ def serve(
     return stopped
 
 
-async def _end_requests_at_exit(server: Any, engine: AsyncEngine) -> None:
+async def _end_requests_at_exit(
+    server: Any, engine: AsyncEngine, snapshots: ServerSnapshots | None
+) -> None:
     while not server.should_exit:
         await asyncio.sleep(0.05)
+    if snapshots is not None:
+        await snapshots.save_and_stop()
+        return
     # Requests that are just arriving on open connections are caught by the next round.
     while True:
         engine.abort_all()

@@ -22,6 +22,8 @@ async def submit(
     make_prompts: Callable[[], Sequence[str | list[int]]],
     count: int,
     params: SamplingParams,
+    *,
+    request_id: str,
     **options: Any,
 ) -> list[OutputStream]:
     """Queue all prompts of one HTTP request, or none.
@@ -30,6 +32,7 @@ async def submit(
 
     Args:
       make_prompts: gives `count` prompts; called in a thread, so it may take long.
+      request_id: of the HTTP request; `engine_ids` are the engine's.
     """
     config = engine.engine.config
     most = config.max_queue_size + config.table_rows
@@ -43,11 +46,16 @@ async def submit(
 
     def prepare() -> list[Request]:
         return [
-            engine.engine.prepare(engine.new_id(), prompt, params, **options)
-            for prompt in make_prompts()
+            engine.engine.prepare(name, prompt, params, **options)
+            for name, prompt in zip(engine_ids(request_id, count), make_prompts(), strict=True)
         ]
 
     return await engine.generate_many(prepare, count=count)
+
+
+def engine_ids(request_id: str, count: int) -> list[str]:
+    """The engine's ids of the prompts of an HTTP request."""
+    return [f"{request_id}-{index}" for index in range(count)]
 
 
 def close(streams: Sequence[OutputStream]) -> None:
@@ -143,7 +151,7 @@ async def _disconnected(request: Any) -> None:
         pass
 
 
-async def events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Any]:
+async def events(chunks: AsyncIterator[dict[str, Any]], request_id: str) -> AsyncIterator[Any]:
     """Chunks as server-sent events, an error as the last chunk, then [DONE]."""
     from sse_starlette import ServerSentEvent
 
@@ -155,7 +163,7 @@ async def events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Any]:
             yield event(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
     except Exception as error:
         # The status has been sent; OpenAI's client raises when a chunk holds an error.
-        yield event(json.dumps(as_api_error(error).body()))
+        yield event(json.dumps(as_api_error(error, request_id).body()))
     yield event("[DONE]")
 
 

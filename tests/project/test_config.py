@@ -69,6 +69,10 @@ def test_settings_are_frozen_and_hashable():
         ("compile_threads", 0, "from 1 to"),
         ("compilation_cache_dir", "", "a folder, or off"),
         ("compilation_cache_dir", 3, "text"),
+        ("event_log", "", "a file, or left out"),
+        ("event_log_text", True, "false without event_log"),
+        ("event_log_kv", True, "false without event_log_text"),
+        ("event_log_checksum_every", 0, "from 1 to"),
     ],
 )
 def test_a_bad_value_names_field_range_and_value(field_name, value, accepted):

@@ -24,6 +24,14 @@ ARROWS = {
     "pallas_kernels": ({"jax"}, {"pallas_kernels"}),
     "pallas_kernels.tuning": ({"jax"}, {"pallas_kernels"}),  # reads its tables when tracing
     "pagedjax.core": CORE,
+    "pagedjax.eventlog": ({"jax", "numpy"}, {"pagedjax.core", "pagedjax.eventlog"}),
+    "pagedjax.replay": (
+        {"jax", "numpy"},
+        {
+            *("pagedjax.core", "pagedjax.sampling", "pagedjax.eventlog", "pagedjax.replay"),
+            "pagedjax.engine.device",
+        },
+    ),
     "pagedjax.sampling": ({"chex", "jax", "numpy"}, {"pagedjax.sampling"}),
     "pagedjax.sampling_params": (set(), set()),
     "pagedjax.config": ({"tyro"}, set()),

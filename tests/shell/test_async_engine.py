@@ -153,7 +153,8 @@ def test_a_stream_that_is_dropped_aborts_its_request_without_a_lock(async_engine
     async def main():
         stream = await async_engine.generate("hello", LONG)
         await anext(stream)
-        monkeypatch.setattr(engine, "_lock", NotHere(engine._lock))
+        intake = engine._intake
+        monkeypatch.setattr(intake, "_lock", NotHere(intake._lock))
         del stream
         gc.collect()
         monkeypatch.undo()

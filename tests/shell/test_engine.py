@@ -295,7 +295,7 @@ def test_nan_logits_end_only_their_own_request(engine):
 def test_a_failing_detokenizer_ends_only_its_own_request(engine, monkeypatch):
     engine.add_request("good", "hello", greedy())
     engine.add_request("bad", "hello", greedy())
-    broken = engine._requests["bad"]
+    broken = engine._intake._requests["bad"]
     monkeypatch.setattr(broken, "_detokenizer", object())
     outputs = run(engine, [])
     assert outputs["bad"].outputs[0].finish_reason == "error"

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax.engine import SnapshotError
+from pagedjax.engine import SnapshotError, state_file
 from pagedjax.sampling_params import SamplingParams
 from tests.shell.tiny import drain, make_engine, params
 
@@ -172,7 +172,7 @@ def test_in_another_process(tmp_path, uninterrupted):
 def test_a_busy_engine_does_not_load(tmp_path):
     engine = started()
     engine.save(tmp_path / "state")
-    with pytest.raises(RuntimeError, match="idle"):
+    with pytest.raises(RuntimeError, match="idle engine"):
         engine.load(tmp_path / "state")
 
 
@@ -205,7 +205,7 @@ def test_damaged_files_are_refused(tmp_path):
         refused(bytes(changed), "truncated or damaged")
     newer = bytearray(data)
     newer[15] += 1
-    refused(bytes(newer), "format version 2; this program reads version 1")
+    refused(bytes(newer), "format version 3; this program reads version 2")
     # Refusing has done nothing to it.
     engine.add_request("a", "x", SamplingParams(temperature=0, max_tokens=2))
     assert drain(engine)[-1].finished
@@ -241,6 +241,19 @@ def test_failing_to_write_keeps_the_old_file(tmp_path, monkeypatch):
         engine.save(path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
+
+
+def test_arrays_are_views_of_the_file(tmp_path):
+    arrays = {"odd": np.arange(3, dtype=np.uint8), "none": np.zeros((0, 4), np.float32)}
+    arrays["even"] = np.arange(6, dtype=np.int64).reshape(2, 3)
+    state_file.write(tmp_path / "file", {"x": [1]}, arrays)
+    header, read = state_file.read(tmp_path / "file")
+    assert header == {"x": [1]}
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(read[name], array)
+        assert read[name].dtype == array.dtype
+        assert read[name].flags.aligned
+        assert not read[name].flags.owndata
 
 
 def test_only_blocks_in_use_are_written(tmp_path):

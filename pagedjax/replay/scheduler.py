@@ -1,0 +1,125 @@
+"""The scheduler's part of a step, with tokens that are given instead of sampled. Pure."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.core.commit import commit
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.ragged import take
+from pagedjax.core.requests import RequestParams, add_request
+from pagedjax.core.schedule import schedule
+from pagedjax.core.state import SchedulerState, init_scheduler
+from pagedjax.engine.device import end_rows
+from pagedjax.eventlog import LogError
+from pagedjax.eventlog.checksum import leaves
+from pagedjax.eventlog.format import Kind
+from pagedjax.replay.log import Event
+from pagedjax.sampling import Sampled
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Copies:
+    """Blocks that a step copied, [A] int32 each, NULL for none."""
+
+    src: jax.Array
+    dst: jax.Array
+
+
+def step_with_tokens(
+    state: SchedulerState, tokens, nan, *, config: SchedulerConfig, num_tokens: int
+) -> tuple[SchedulerState, Copies]:
+    """`commit` after `schedule`, as in `pagedjax.core.step`, without a model.
+
+    Args:
+      tokens: [S] int32, each row's next token, if it gets one.
+      nan: [S] bool, rows whose logits were NaN.
+    """
+    state, plan = schedule(state, config=config, num_tokens=num_tokens)
+    (num_ranks,) = plan.row_ids.shape
+    sampled = Sampled(
+        token_ids=take(tokens, plan.row_ids, 0),
+        logprob=jnp.zeros(num_ranks, jnp.float32),
+        top_token_ids=jnp.zeros((num_ranks, config.max_logprobs), jnp.int32),
+        top_logprobs=jnp.zeros((num_ranks, config.max_logprobs), jnp.float32),
+        nan=take(nan, plan.row_ids, False),
+    )
+    state, _ = commit(state, plan, sampled, config=config)
+    return state, Copies(src=plan.copy_src, dst=plan.copy_dst)
+
+
+class Transitions:
+    """The compiled functions that make a state of the one before it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+
+        def add(state, row, token_ids, count, params):
+            return add_request(state, row, token_ids, count, params, config=config)
+
+        self._add = jax.jit(add)
+        self._end = jax.jit(lambda state, rows: end_rows(state, rows, config=config)[0])
+        self._steps: dict = {}
+
+    def initial(self) -> SchedulerState:
+        """Where an engine begins."""
+        return init_scheduler(self.config)
+
+    def apply(self, state: SchedulerState, event: Event) -> SchedulerState:
+        """The state after an event between two steps."""
+        if event.kind == Kind.STATE:
+            return scheduler_of(state, event.arrays)
+        if event.kind == Kind.END:
+            return self._end(state, self.rows(event))
+        padded = np.zeros(self.config.max_padded_len, np.int32)
+        tokens = event.arrays["token_ids"]
+        padded[: len(tokens)] = tokens
+        row, params = np.int32(event.values["row"]), request_params(event)
+        return self._add(state, row, padded, np.int32(len(tokens)), params)
+
+    def rows(self, event: Event) -> np.ndarray:
+        """[S] bool: the rows that an END names."""
+        mask = np.zeros(self.config.num_rows, bool)
+        mask[event.arrays["rows"]] = True
+        return mask
+
+    def step(
+        self, state: SchedulerState, result: dict[str, np.ndarray], num_tokens: int
+    ) -> tuple[SchedulerState, Copies]:
+        """The state after a step with this result."""
+        tokens = np.zeros(self.config.num_rows, np.int32)
+        tokens[result["rows"]] = result["token_ids"]
+        nan = np.zeros(self.config.num_rows, bool)
+        nan[result.get("nan", ())] = True
+        if num_tokens not in self._steps:
+
+            def step(state, tokens, nan):
+                return step_with_tokens(
+                    state, tokens, nan, config=self.config, num_tokens=num_tokens
+                )
+
+            self._steps[num_tokens] = jax.jit(step)
+        return self._steps[num_tokens](state, tokens, nan)
+
+
+def scheduler_of(like: SchedulerState, arrays: dict[str, np.ndarray]) -> SchedulerState:
+    """The state that a STATE event holds. Raises `LogError` if it is not shaped like `like`."""
+    values = []
+    for name, leaf in leaves(like).items():
+        array = arrays.get(name)
+        if array is None or array.shape != leaf.shape or array.dtype != leaf.dtype:
+            raise LogError(f"the log holds a state without a {name} of {leaf.dtype} {leaf.shape}")
+        values.append(jnp.asarray(array))
+    return jax.tree.unflatten(jax.tree.structure(like), values)
+
+
+def request_params(event: Event) -> RequestParams:
+    """What an ADD says of its request."""
+    names = [field.name for field in dataclasses.fields(RequestParams)]
+    missing = [name for name in names if name not in event.arrays]
+    if missing:
+        raise LogError(f"the log holds a request without {', '.join(missing)}")
+    return RequestParams(**{name: event.arrays[name] for name in names})
