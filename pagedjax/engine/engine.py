@@ -4,7 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pagedjax.engine import snapshot
 from pagedjax.engine.buckets import choose_bucket
 from pagedjax.engine.device import Device, Progress
 from pagedjax.engine.errors import InvalidRequestError, QueueFullError
-from pagedjax.engine.request import Request, check_length, check_request
+from pagedjax.engine.request import Request, check_length, check_priority, check_request
 from pagedjax.engine.rows import RowBook
 from pagedjax.engine.stats import EngineStats, StatsKeeper
 from pagedjax.outputs import RequestOutput
@@ -108,6 +108,7 @@ class Engine:
         *,
         add_special_tokens: bool = True,
         prompt_text: str | None = None,
+        priority: int | None = None,
     ) -> Request:
         """Queue a request; its outputs come from `step`.
 
@@ -116,6 +117,7 @@ class Engine:
           prompt: text, or token ids.
           add_special_tokens: whether encoding text adds what the checkpoint says belongs there.
           prompt_text: text to report for a prompt that is given as token ids.
+          priority: in place of the one in `params`; lower is more urgent.
 
         Returns:
           What `abort` takes.
@@ -131,6 +133,7 @@ class Engine:
             params,
             add_special_tokens=add_special_tokens,
             prompt_text=prompt_text,
+            priority=priority,
         )
         self.submit([request])
         return request
@@ -143,10 +146,13 @@ class Engine:
         *,
         add_special_tokens: bool = True,
         prompt_text: str | None = None,
+        priority: int | None = None,
     ) -> Request:
         """The part of `add_request` that takes time: encode and check; nothing is queued."""
         arrival_time_s = self._clock()
         params = SamplingParams() if params is None else params
+        if priority is not None:
+            params = replace(params, priority=priority)
         text = prompt if isinstance(prompt, str) else prompt_text
         token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
         total = self.check(token_ids, params)
@@ -223,6 +229,7 @@ class Engine:
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Refuse a request that can never be served; -> prompt and output tokens at most."""
+        check_priority(params, self._sizes)
         return check_request(
             token_ids,
             params,
@@ -364,6 +371,11 @@ class Engine:
                 self.tokenizer,
                 self._device.state.k_pool.dtype,
             )
+            for name in ("scheduling_policy", "preemption_policy"):
+                policy = getattr(self._sizes, name)
+                if callable(policy):  # a file holds its name
+                    names = self._own_fingerprint["scheduler"]
+                    names[name] = getattr(policy, "__qualname__", repr(policy))
         return self._own_fingerprint
 
     def _feed(self) -> list[RequestOutput]:
