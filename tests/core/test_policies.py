@@ -110,7 +110,7 @@ def test_round_robin_takes_turns():
     assert [count for _, count in turns[:4]] == [4, 4, 4, 4]
     driver.drain()
     counters = driver.state.counters
-    assert int(counters.num_yields) == int(counters.num_preemptions) > 8
+    assert int(counters.num_yields) == int(counters.num_preemptions) > 5
     # nothing has to be computed again but the tail of a block that was not full
     assert int(counters.num_recomputed_tokens) <= 3 * int(counters.num_yields)
 
