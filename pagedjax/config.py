@@ -19,6 +19,8 @@ from typing import Any, Literal, TypeVar
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Attention = Literal["auto", "xla", "pallas", "reference"]
+SCHEDULING_POLICIES = ("fcfs", "priority", "round_robin", "longest_prefix")
+PREEMPTION_POLICIES = ("newest", "most_tokens", "lowest_priority")
 
 # Slots are int32 and the largest int32 is the null sentinel, so the last usable slot lies below it.
 MAX_SLOTS = 2**31 - 2
@@ -90,6 +92,26 @@ class EngineConfig:
     blocks of max_model_len tokens at once, as without paging; none, nothing is kept and every token
     is computed anew for the next. These two need --no-enable-prefix-caching."""
 
+    scheduling_policy: str = "fcfs"
+    """Which waiting request starts next. fcfs: first come, first served. priority: the lowest
+    priority value first (a request says `priority`). round_robin: time slices, see
+    time_slice_tokens. longest_prefix: the one with most of its prompt in the prefix cache.
+    module:function: a function of yours, see `pagedjax.core.policies`."""
+
+    preemption_policy: str | None = None
+    """Which running request steps back when blocks run out. newest: the latest arrival.
+    most_tokens: the one that has generated most. lowest_priority: the greatest priority value.
+    module:function: yours. None: lowest_priority if scheduling_policy is priority, else newest.
+    The oldest running request never steps back."""
+
+    max_passed_over: int = 64
+    """Steps in which later requests may start before a waiting one; then it goes before all others.
+    0: no bound, and a request that the policy never chooses waits forever."""
+
+    time_slice_tokens: int = 64
+    """Tokens that a request produces before it yields its place to those that wait, under the
+    scheduling policy round_robin."""
+
     max_logprobs: int = 20
     """Most top logprobs that one request may ask for."""
 
@@ -139,6 +161,10 @@ class EngineConfig:
         _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         _check_range("max_model_len", self.max_model_len, 2, 1 << 24)
         _check_range("max_queue_size", self.max_queue_size, 0, 1 << 24)
+        _check_range("max_passed_over", self.max_passed_over, 0, 1 << 24)
+        _check_range("time_slice_tokens", self.time_slice_tokens, 1, 1 << 24)
+        _check_policy("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _check_policy("preemption_policy", self.preemption_policy, PREEMPTION_POLICIES)
         _check_range("max_logprobs", self.max_logprobs, 0, 1024)
         _check_range("max_stop_token_ids", self.max_stop_token_ids, 1, 1024)
         _check_range("seed", self.seed, 0, MAX_SEED)
@@ -318,3 +344,14 @@ def _check_range(name: str, value: int | None, low: int, high: int, why: str = "
     if value is not None and not low <= value <= high:
         reason = f"; the least is {why}" if why else ""
         raise ValueError(f"{name} must be from {low} to {high} (got {value}){reason}")
+
+
+def _check_policy(name: str, value: str | None, known: Sequence[str]) -> None:
+    if value is None or value in known:
+        return
+    module, colon, function = value.partition(":")
+    dotted = all(part.isidentifier() for part in module.split("."))
+    if not (colon and dotted and function.isidentifier()):
+        raise ValueError(
+            f"{name} must be one of {', '.join(known)}, or module:function (got {value!r})"
+        )

@@ -1,5 +1,6 @@
 """`LLM`: a model in one object, for scripts and notebooks."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; -> one `RequestOutput` for each, in their order.
 
@@ -71,11 +73,14 @@ class LLM:
           prompts: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of
             these (a list of integers is one prompt).
           sampling_params: one for all prompts, or one for each.
+          priority: one for each prompt, in place of the parameters' own; lower is more urgent.
 
         Raises:
           ValueError: a prompt can never be served; nothing is generated then.
         """
         requests = [_parse(prompt) for prompt in _as_list(prompts)]
+        if priority is not None:
+            sampling_params = _with_priority(sampling_params, priority, len(requests))
         return self._run(requests, sampling_params, use_tqdm, add_special_tokens=True)
 
     def chat(
@@ -229,3 +234,15 @@ def _as_params(
             f"got {len(params)}"
         )
     return params
+
+
+def _with_priority(
+    params: SamplingParams | Sequence[SamplingParams] | None, priority: Sequence[int], count: int
+) -> list[SamplingParams]:
+    priority = list(priority)
+    if len(priority) != count:
+        raise ValueError(
+            f"priority must be one number for each of the {count} prompts, got {len(priority)}"
+        )
+    pairs = zip(_as_params(params, count), priority, strict=True)
+    return [dataclasses.replace(one, priority=value) for one, value in pairs]

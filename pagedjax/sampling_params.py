@@ -49,6 +49,8 @@ class SamplingParams:
     """Make text of the tokens. Stop strings need it."""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    priority: int = 0
+    """Lower is more urgent. Where the engine's policies go by it only; others refuse all but 0."""
 
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, 1, 1, note=" (several outputs are not supported yet)"))
@@ -68,6 +70,7 @@ class SamplingParams:
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, most, note=note))
         if self.logprobs is not None:
             self._set("logprobs", _integer("logprobs", self.logprobs, 0, _MAX_INT32))
+        self._set("priority", _integer("priority", self.priority, -_MAX_INT32, _MAX_INT32))
         for name in (
             "ignore_eos",
             "detokenize",

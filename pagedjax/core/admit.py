@@ -1,4 +1,4 @@
-"""Admission: waiting rows start running, in order of arrival, while budget and memory last."""
+"""Admission: waiting rows start running, in the policy's order, while budget and memory last."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pagedjax.core.blocks import num_evictable
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.policies import is_waiting
 from pagedjax.core.prefix import lookup, match
 from pagedjax.core.pytree import pytree
 from pagedjax.core.ragged import cdiv, inverse, take, when
@@ -127,7 +128,7 @@ def admit(
     rank = num_running + index
     row_ids = take(order, jnp.where(rank < s, rank, NULL), 0)
     valid = (rank < config.max_step_rows(num_tokens)) & ~pressed
-    valid &= rows.status[row_ids] == Status.WAITING
+    valid &= is_waiting(rows.status[row_ids])
     if config.batching == "static":
         valid &= _batch_is_open(rows) | (rows.num_tokens > rows.num_prompt_tokens)[row_ids]
         valid = jnp.cumsum(~valid) == 0  # nobody overtakes
@@ -190,9 +191,18 @@ def _start_rows(config: SchedulerConfig, state: SchedulerState, admitted: Admitt
 
     first_time = found & (rows.num_hit_tokens < 0)  # not after a preemption
     hits = admitted.num_computed[which]
+    again = jnp.where(found, jnp.maximum(rows.num_tokens_dropped - hits, 0), 0)
+    passed_over = rows.num_passed_over
+    if config.scheduling_policy != "fcfs":
+        last = jnp.max(jnp.where(found, rows.arrival, -1))
+        overtaken = is_waiting(rows.status) & ~found & (rows.arrival < last)
+        passed_over = put(passed_over, 0) + overtaken.astype(jnp.int32)
     rows = dataclasses.replace(
         rows,
         status=put(rows.status, Status.RUNNING),
+        num_passed_over=passed_over,
+        num_tokens_started=put(rows.num_tokens_started, rows.num_tokens),
+        num_tokens_dropped=put(rows.num_tokens_dropped, 0),
         num_computed_tokens=put(rows.num_computed_tokens, hits),
         num_hit_tokens=jnp.where(first_time, hits, rows.num_hit_tokens),
         num_cached_blocks=put(rows.num_cached_blocks, admitted.num_shared[which]),
@@ -207,6 +217,7 @@ def _start_rows(config: SchedulerConfig, state: SchedulerState, admitted: Admitt
     prompt = jnp.where(first_time, rows.num_prompt_tokens, 0)
     counters = dataclasses.replace(
         counters,
+        num_recomputed_tokens=counters.num_recomputed_tokens + again.sum(dtype=jnp.int32),
         num_hit_tokens=counters.num_hit_tokens
         + jnp.where(first_time, hits, 0).sum(dtype=jnp.int32),
         num_prompt_tokens=counters.num_prompt_tokens + prompt.sum(dtype=jnp.int32),

@@ -12,7 +12,7 @@ from jax import lax
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.ragged import take
-from pagedjax.core.state import NULL, BlockPool, PrefixIndex
+from pagedjax.core.state import NULL, BlockPool, PrefixIndex, SchedulerState
 
 SORTED_POOL = 4096
 """Most blocks of a pool whose keys are sorted to find what to evict. Measured on one CPU core, sort
@@ -28,6 +28,33 @@ def evictable_mask(blocks: BlockPool, prefix: PrefixIndex):
 def num_evictable(blocks: BlockPool, prefix: PrefixIndex):
     """[] int32: blocks that `evict` could free."""
     return evictable_mask(blocks, prefix).sum(dtype=jnp.int32)
+
+
+def pool_of(state: SchedulerState):
+    """The tuple that `blocks.release` works on."""
+    blocks = state.blocks
+    return (
+        blocks.ref_counts,
+        blocks.free_stack,
+        blocks.num_free,
+        blocks.last_use,
+        state.counters.num_ref_errors,
+    )
+
+
+def with_pool(state: SchedulerState, pool, **block_fields) -> SchedulerState:
+    """The state with `pool_of`'s tuple put back."""
+    ref_counts, free_stack, num_free, last_use, errors = pool
+    blocks = dataclasses.replace(
+        state.blocks,
+        ref_counts=ref_counts,
+        free_stack=free_stack,
+        num_free=num_free,
+        last_use=last_use,
+        **block_fields,
+    )
+    counters = dataclasses.replace(state.counters, num_ref_errors=errors)
+    return dataclasses.replace(state, blocks=blocks, counters=counters)
 
 
 def release(pool, slot, step, ids):

@@ -1,6 +1,12 @@
 """Static sizes and switches of the scheduler: hashable, a static argument of `jax.jit`."""
 
 import dataclasses
+from collections.abc import Callable
+
+SCHEDULING_POLICIES = ("fcfs", "priority", "round_robin", "longest_prefix")
+"""Names of the built-in orders of admission, see `pagedjax.core.policies`."""
+PREEMPTION_POLICIES = ("newest", "most_tokens", "lowest_priority")
+"""Names of the built-in choices of victims."""
 
 BATCHING = ("continuous", "static")
 KV_CACHE = ("paged", "contiguous", "none")
@@ -40,6 +46,13 @@ class SchedulerConfig:
       kv_cache: "paged"; or a baseline: "contiguous", a row takes blocks for `max_model_len` tokens
         when it is admitted, as an engine without paging must; "none", keys and values serve for one
         token, and all are computed anew for the next. The baselines need prefix caching off.
+      scheduling_policy: in which order waiting rows are admitted: one of `SCHEDULING_POLICIES`, or
+        a pure function (state, config) -> [S] int32 keys, lower first.
+      preemption_policy: which running rows step back first: one of `PREEMPTION_POLICIES`, or such a
+        function; the row of the greatest key is the first victim.
+      max_passed_over: steps in which rows that came later may be admitted before a waiting row;
+        after that it is admitted before all others. 0: no bound.
+      time_slice_tokens: tokens that a row of the round robin produces before it yields.
     """
 
     num_rows: int
@@ -61,17 +74,21 @@ class SchedulerConfig:
     watermark_blocks: int = 0
     batching: str = "continuous"
     kv_cache: str = "paged"
+    scheduling_policy: str | Callable = "fcfs"
+    preemption_policy: str | Callable = "newest"
+    max_passed_over: int = 64
+    time_slice_tokens: int = 64
 
     def __post_init__(self):
         positive = (
             "num_rows max_num_seqs num_blocks block_size max_model_len max_num_batched_tokens "
             "max_stop_token_ids max_admissions max_retirements max_preemptions index_ways "
-            "evict_batch"
+            "evict_batch time_slice_tokens"
         )
         for name in positive.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_logprobs", "watermark_blocks"):
+        for name in ("max_logprobs", "watermark_blocks", "max_passed_over"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.max_num_seqs > self.num_rows:
@@ -93,6 +110,15 @@ class SchedulerConfig:
                 f"kv_cache 'contiguous' needs num_blocks of at least {self.max_blocks_per_seq}, "
                 f"for one sequence of max_model_len ({self.max_model_len}), got {self.num_blocks}"
             )
+        for name, known in (
+            ("scheduling_policy", SCHEDULING_POLICIES),
+            ("preemption_policy", PREEMPTION_POLICIES),
+        ):
+            policy = getattr(self, name)
+            if not callable(policy) and policy not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)} or a function, got {policy!r}"
+                )
         if not 1 <= self.hash_mask <= 0xFFFFFFFF:
             raise ValueError(f"hash_mask must be in [1, 2**32 - 1], got {self.hash_mask}")
         if self.num_blocks * self.block_size >= 2**31:

@@ -4,10 +4,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.prefix import finish_hash, mix
 from pagedjax.core.state import FinishReason, SchedulerState, Status
+
+NO_PRIORITY = np.int32(0)
 
 
 @jax.tree_util.register_dataclass
@@ -22,6 +25,7 @@ class RequestParams:
       temperature, top_p, min_p: [] float32. top_k: [] int32, 0 is off.
       seed: [] uint32. num_logprobs: [] int32, -1 for none.
       salt: [] uint32, only requests of equal salt share cached blocks.
+      priority: [] int32, lower is more urgent; read by the policies that go by it.
     """
 
     max_total_tokens: jax.Array
@@ -34,6 +38,7 @@ class RequestParams:
     seed: jax.Array
     num_logprobs: jax.Array
     salt: jax.Array
+    priority: jax.Array = NO_PRIORITY
 
 
 def add_request(
@@ -68,6 +73,12 @@ def add_request(
         "arrival": state.next_arrival,
         "finish_reason": FinishReason.NONE,
         "error": 0,
+        "priority": params.priority,
+        "turn": 0,
+        "num_passed_over": 0,
+        "num_preemptions": 0,
+        "num_tokens_started": 0,
+        "num_tokens_dropped": 0,
         "num_prompt_tokens": num_prompt_tokens,
         "num_tokens": num_prompt_tokens,
         "num_computed_tokens": 0,

@@ -2,19 +2,20 @@
 
 One rule serves prefill and decode: each running row's `num_computed_tokens` catches up with its
 `num_tokens` within the step's budget. Everything is prefix sums, gathers and scatters over all
-rows at once, in rank order: running rows before waiting ones, older before newer. There is no loop
-over requests, and the only sort is one of S keys.
+rows at once, in rank order: running rows before waiting ones, older before newer, or waiting ones
+as the scheduling policy orders them. There is no loop over requests, and the only sort is one of S
+keys.
 """
 
 import dataclasses
 
 import jax.numpy as jnp
-from jax import lax
 
 from pagedjax.core.admit import admit
-from pagedjax.core.blocks import make_room, num_evictable, release
+from pagedjax.core.blocks import make_room, num_evictable, pool_of, release, with_pool
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.plan import make_plan
+from pagedjax.core.policies import rank_rows
 from pagedjax.core.preempt import preempt
 from pagedjax.core.ragged import cdiv, expand, take, when
 from pagedjax.core.state import (
@@ -47,8 +48,8 @@ def schedule(
         )
     state = retire(config, state)
     state = _reject_impossible(config, state)
-    order = _rank_rows(config, state)
-    state, grant, num_new, num_running, pressed = _grant(config, state, order, num_tokens)
+    order = rank_rows(config, state)
+    state, order, grant, num_new, num_running, pressed = _grant(config, state, order, num_tokens)
     state, grant, num_new, admitted = admit(
         config, state, order, grant, num_new, num_running, pressed, num_tokens
     )
@@ -86,33 +87,6 @@ def retire(config: SchedulerConfig, state: SchedulerState) -> SchedulerState:
     return with_pool(state, pool, num_blocks_held=held)
 
 
-def pool_of(state: SchedulerState):
-    """The tuple that `blocks.release` works on."""
-    blocks = state.blocks
-    return (
-        blocks.ref_counts,
-        blocks.free_stack,
-        blocks.num_free,
-        blocks.last_use,
-        state.counters.num_ref_errors,
-    )
-
-
-def with_pool(state: SchedulerState, pool, **block_fields) -> SchedulerState:
-    """The state with `pool_of`'s tuple put back."""
-    ref_counts, free_stack, num_free, last_use, errors = pool
-    blocks = dataclasses.replace(
-        state.blocks,
-        ref_counts=ref_counts,
-        free_stack=free_stack,
-        num_free=num_free,
-        last_use=last_use,
-        **block_fields,
-    )
-    counters = dataclasses.replace(state.counters, num_ref_errors=errors)
-    return dataclasses.replace(state, blocks=blocks, counters=counters)
-
-
 def _reject_impossible(config: SchedulerConfig, state: SchedulerState) -> SchedulerState:
     """Requests that could never finish end at once, as an error of their own.
 
@@ -132,21 +106,13 @@ def _reject_impossible(config: SchedulerConfig, state: SchedulerState) -> Schedu
     return dataclasses.replace(state, rows=rows)
 
 
-def _rank_rows(config: SchedulerConfig, state: SchedulerState):
-    """[S] int32: rank -> row. Running rows first, then waiting ones, both oldest first."""
-    status, arrival = state.rows.status, state.rows.arrival
-    waiting_key = jnp.where(status == Status.WAITING, arrival + (1 << 30), NULL)
-    key = jnp.where(status == Status.RUNNING, arrival, waiting_key)
-    row = jnp.arange(config.num_rows, dtype=jnp.int32)
-    return lax.sort((key, row), num_keys=1)[1]
-
-
 def _grant(config: SchedulerConfig, state: SchedulerState, order, num_tokens: int):
-    """Hand the budget to running rows, oldest first; preempt the newest if blocks run out.
+    """Hand the budget to running rows, oldest first; preempt some if blocks run out.
 
     Returns:
-      (state, grant [S], num_new_blocks [S], num_running [], pressed []), all by rank. `pressed`
-      tells that blocks ran out, so nobody is admitted in this step.
+      (state, order [S], grant [S], num_new_blocks [S], num_running [], pressed []), all by rank; of
+      the running rows those in the step come first. `pressed` tells that blocks ran out, so
+      nobody is admitted in this step.
     """
     rows, blocks = state.rows, state.blocks
     running = rows.status[order] == Status.RUNNING
@@ -158,10 +124,10 @@ def _grant(config: SchedulerConfig, state: SchedulerState, order, num_tokens: in
         need = jnp.maximum(need, 0)  # rows hold more than what they have computed needs
     available = blocks.num_free + num_evictable(blocks, state.prefix)
     num_running = running.sum(dtype=jnp.int32)
-    pressed = need.sum(dtype=jnp.int32) > available
-    state, keep = preempt(config, state, order, running, need, available, num_running, pressed)
-    ok = jnp.arange(config.num_rows) < keep
-    return state, jnp.where(ok, grant, 0), jnp.where(ok, need, 0), num_running, pressed
+    state, order, grant, need, pressed = preempt(
+        config, state, order, grant, need, available, num_running
+    )
+    return state, order, grant, need, num_running, pressed
 
 
 def _allocate(config: SchedulerConfig, state: SchedulerState, order, num_new, num_tokens: int):

@@ -62,6 +62,12 @@ class SequenceTable:
     arrival: jax.Array  #: order of arrival; lower came earlier
     finish_reason: jax.Array  #: `FinishReason`
     error: jax.Array  #: `ErrorCode`
+    priority: jax.Array  #: as the request gave it; lower is more urgent
+    turn: jax.Array  #: round robin: place in the queue since it last yielded, 0 before
+    num_passed_over: jax.Array  #: admissions of newer rows since it began to wait
+    num_preemptions: jax.Array  #: how often it has stepped back
+    num_tokens_started: jax.Array  #: `num_tokens` when it was last admitted
+    num_tokens_dropped: jax.Array  #: computed tokens lost to preemption that are not back yet
     num_prompt_tokens: jax.Array
     num_tokens: jax.Array  #: prompt and output so far
     num_computed_tokens: jax.Array  #: tokens whose K and V lie in the row's blocks
@@ -121,6 +127,9 @@ class Counters:
     """Totals since the start. All [] int32; they wrap after 2**31, differences stay right."""
 
     num_preemptions: jax.Array
+    num_early_preemptions: jax.Array  #: of them, of resumed rows that had no new token yet
+    num_yields: jax.Array  #: of them, at the end of a time slice
+    num_recomputed_tokens: jax.Array  #: computed again after a preemption
     num_evictions: jax.Array
     num_block_copies: jax.Array
     num_hit_tokens: jax.Array
@@ -212,8 +221,9 @@ def init_scheduler(config: SchedulerConfig) -> SchedulerState:
         **{
             name: zeros(s)
             for name in (
-                "status arrival finish_reason error num_prompt_tokens num_tokens "
-                "num_computed_tokens max_total_tokens min_output_tokens num_hit_tokens "
+                "status arrival finish_reason error priority turn num_passed_over "
+                "num_preemptions num_tokens_started num_tokens_dropped num_prompt_tokens "
+                "num_tokens num_computed_tokens max_total_tokens min_output_tokens num_hit_tokens "
                 "num_cached_blocks top_k"
             ).split()
         },

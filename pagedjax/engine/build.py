@@ -1,6 +1,7 @@
 """From the name of a model and settings to an engine that is ready to serve."""
 
-from collections.abc import Iterable
+import importlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,12 @@ def scheduler_config(config: EngineConfig, *, platform: str) -> SchedulerConfig:
         enable_prefix_caching=config.enable_prefix_caching,
         batching=config.batching,
         kv_cache=config.kv_cache,
+        scheduling_policy=_policy("scheduling_policy", config.scheduling_policy),
+        preemption_policy=_policy(
+            "preemption_policy", config.preemption_policy or default_preemption_policy(config)
+        ),
+        max_passed_over=config.max_passed_over,
+        time_slice_tokens=config.time_slice_tokens,
         # A GPU prefers one straight line of kernels to branches, and scatters are cheap there.
         use_cond=on_cpu,
         max_retirements=min(16, config.table_rows) if on_cpu else config.table_rows,
@@ -98,6 +105,25 @@ def scheduler_config(config: EngineConfig, *, platform: str) -> SchedulerConfig:
         # Rounded first: 0.29 of 100 blocks are 29, not the 28 of binary fractions.
         watermark_blocks=int(round(config.num_blocks * config.watermark, 6)),
     )
+
+
+def default_preemption_policy(config: EngineConfig) -> str:
+    """The victims' policy that goes with the scheduling policy, as in vLLM."""
+    return "lowest_priority" if config.scheduling_policy == "priority" else "newest"
+
+
+def _policy(name: str, value: str) -> str | Callable:
+    """A policy's own name, or the function that module:function means."""
+    if ":" not in value:
+        return value
+    module, function = value.split(":")
+    try:
+        policy = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name} is {value!r}, which cannot be loaded: {error}") from error
+    if not callable(policy):
+        raise ValueError(f"{name} is {value!r}, which is no function")
+    return policy
 
 
 def _name(model: str | Path) -> str:

@@ -224,6 +224,7 @@ def _a_request(sizes: SchedulerConfig) -> RequestParams:
         seed=np.uint32(0),
         num_logprobs=np.int32(-1),
         salt=np.uint32(0),
+        priority=np.int32(0),
     )
 
 

@@ -111,6 +111,7 @@ class Engine:
         *,
         add_special_tokens: bool = True,
         prompt_text: str | None = None,
+        priority: int | None = None,
     ) -> Request:
         """Queue a request; its outputs come from `step`.
 
@@ -119,6 +120,7 @@ class Engine:
           prompt: text, or token ids.
           add_special_tokens: whether encoding text adds what the checkpoint says belongs there.
           prompt_text: text to report for a prompt that is given as token ids.
+          priority: in place of the one in `params`; lower is more urgent.
 
         Returns:
           What `abort` takes.
@@ -134,6 +136,7 @@ class Engine:
             params,
             add_special_tokens=add_special_tokens,
             prompt_text=prompt_text,
+            priority=priority,
         )
         self._intake.submit([request])
         return request

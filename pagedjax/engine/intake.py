@@ -3,13 +3,14 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from pagedjax.config import EngineConfig
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.engine.errors import InvalidRequestError, QueueFullError
-from pagedjax.engine.request import Request, check_length, check_request
+from pagedjax.engine.request import Request, check_length, check_priority, check_request
 from pagedjax.engine.rows import RowBook
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.tokenizers import Tokenizer
@@ -63,10 +64,13 @@ class Intake:
         *,
         add_special_tokens: bool = True,
         prompt_text: str | None = None,
+        priority: int | None = None,
     ) -> Request:
         """Encode and check; nothing is queued. Arguments and errors as `Engine.add_request`."""
         arrival_time_s = self._clock()
         params = SamplingParams() if params is None else params
+        if priority is not None:
+            params = replace(params, priority=priority)
         text = prompt if isinstance(prompt, str) else prompt_text
         token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
         total = self.check(token_ids, params)
@@ -160,6 +164,7 @@ class Intake:
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Refuse a request that can never be served; -> prompt and output tokens at most."""
+        check_priority(params, self._sizes)
         return check_request(
             token_ids,
             params,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.requests import RequestParams
 from pagedjax.core.state import NULL
 from pagedjax.engine.errors import InvalidRequestError
@@ -191,6 +192,7 @@ class Request:
             seed=np.uint32(self.seed),
             num_logprobs=np.int32(-1 if params.logprobs is None else params.logprobs),
             salt=np.uint32(0),
+            priority=np.int32(params.priority),
         )
 
 
@@ -255,6 +257,18 @@ def check_request(
         )
     output = limit - num_prompt if params.max_tokens is None else params.max_tokens
     return num_prompt + output
+
+
+def check_priority(params: SamplingParams, sizes: SchedulerConfig) -> None:
+    """Refuse a priority where nothing would go by it. Raises `InvalidRequestError`."""
+    policies = sizes.scheduling_policy, sizes.preemption_policy
+    heeded = any(callable(p) or p in ("priority", "lowest_priority") for p in policies)
+    if params.priority and not heeded:
+        raise InvalidRequestError(
+            f"priority must be 0 under scheduling_policy {policies[0]} and preemption_policy "
+            f"{policies[1]}, which do not go by it; got {params.priority}",
+            param="priority",
+        )
 
 
 def check_length(

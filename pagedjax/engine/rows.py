@@ -28,7 +28,18 @@ class RequestState:
     num_computed_tokens: int
 
 
-_SAVED = ("taken", "live", "arrival", "running", "total", "computed", "most", "num_remembered")
+_SAVED = (
+    "taken",
+    "live",
+    "arrival",
+    "running",
+    "total",
+    "computed",
+    "most",
+    "num_remembered",
+    "priority",
+    "turn",
+)
 """Arrays of the book that cannot be made from its requests."""
 
 
@@ -62,6 +73,8 @@ class RowBook:
         self._computed = np.zeros(s, np.int64)
         self._most = np.zeros(s, np.int64)
         self._num_prompt = np.zeros(s, np.int64)
+        self._priority = np.zeros(s, np.int64)
+        self._turn = np.zeros(s, np.int64)  # round robin: as in the core
         self._num_prompt_blocks = np.zeros(s, np.int64)
         self._num_remembered = np.zeros(s, np.int64)
         self._chains: list[list[int]] = [[] for _ in range(s)]
@@ -101,6 +114,8 @@ class RowBook:
         self._total[row] = self._num_prompt[row] = len(request.prompt_token_ids)
         self._computed[row] = 0
         self._most[row] = request.max_total_tokens
+        self._priority[row] = request.params.priority
+        self._turn[row] = 0
         if self._prefix is not None:
             self._chains[row] = self._prefix.chain(request.prompt_token_ids)
             self._num_prompt_blocks[row] = len(self._chains[row])
@@ -144,7 +159,20 @@ class RowBook:
     def _live_in_order(self) -> np.ndarray:
         """Live rows as the scheduler ranks them: running ones first, older before newer."""
         live = np.flatnonzero(self._live)
-        return live[np.lexsort((self._arrival[live], ~self._running[live]))]
+        waits = ~self._running[live]
+        return live[np.lexsort((self._arrival[live], self._queue_key(live) * waits, waits))]
+
+    def _queue_key(self, live: np.ndarray) -> np.ndarray:
+        """[n] int: the scheduling policy's order of waiting rows, as far as the host can follow it;
+        rows passed over too often, and policies of the user's own, it cannot."""
+        policy = self._config.scheduling_policy
+        if policy == "priority":
+            return self._priority[live]
+        if policy == "round_robin":
+            return np.maximum(self._arrival[live], self._turn[live])
+        if policy == "longest_prefix":
+            return -self._expected_computed(live)
+        return np.zeros(len(live), np.int64)
 
     def _as_rows(self, live: np.ndarray, in_flight: Sequence[int] = ()) -> Rows:
         """What the last output said of them."""
@@ -199,6 +227,8 @@ class RowBook:
         known = self._taken & (self._first_step <= step)
         status = output.status
         was_waiting = known & self._live & ~self._running
+        steps_back = known & self._running & (status == Status.WAITING)
+        self._turn[steps_back] = self._num_arrived
         self._running = np.where(known, status == Status.RUNNING, self._running)
         self._total = np.where(known, output.num_tokens, self._total)
         self._computed = np.where(known, output.num_computed_tokens, self._computed)

@@ -293,7 +293,11 @@ def fingerprint(
 ) -> dict[str, Any]:
     """What must be equal in the engine that saved and the one that loads."""
     return {
-        "scheduler": dataclasses.asdict(sizes),
+        "scheduler": {
+            # A policy of one's own is a function; the file holds its name.
+            name: getattr(value, "__qualname__", repr(value)) if callable(value) else value
+            for name, value in dataclasses.asdict(sizes).items()
+        },
         "kv_dtype": np.dtype(kv_dtype).name,
         "model": repr(model),
         "weights": _hash_weights(params),

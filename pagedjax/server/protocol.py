@@ -113,6 +113,7 @@ class _Request(_Strict):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     request_id: RequestId | None = None
+    priority: int | None = None
     # OpenAI's that are not implemented
     n: int | None = None
     presence_penalty: float | None = None
@@ -139,7 +140,7 @@ class _Request(_Strict):
         """Sampling parameters; what is left out keeps OpenAI's default, which is ours."""
         names = (
             "temperature top_p seed stop top_k min_p min_tokens ignore_eos stop_token_ids "
-            "skip_special_tokens include_stop_str_in_output"
+            "skip_special_tokens include_stop_str_in_output priority"
         ).split()
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         try:

@@ -66,6 +66,7 @@ def make_params(config, max_total, *, salt=0, stop=True, **changes):
         "seed": np.uint32(0),
         "num_logprobs": np.int32(-1),
         "salt": np.uint32(salt),
+        "priority": np.int32(0),
     }
     return RequestParams(**{**values, **changes})
 
@@ -140,13 +141,13 @@ class Driver:
         free = np.flatnonzero(np.asarray(self.state.rows.status) == Status.EMPTY)
         return [int(r) for r in free]
 
-    def add_request(self, prompt, max_total, *, salt=0, stop=True, row=None):
+    def add_request(self, prompt, max_total, *, salt=0, stop=True, row=None, priority=0):
         """Put a request into an empty row; returns the row."""
         row = self.empty_rows()[0] if row is None else row
         c = self.config
         padded = np.full(c.max_padded_len, 3, np.int32)
         padded[: len(prompt)] = prompt
-        params = make_params(c, max_total, salt=salt, stop=stop)
+        params = make_params(c, max_total, salt=salt, stop=stop, priority=np.int32(priority))
         self.state = self.jit.add(self.state, np.int32(row), padded, np.int32(len(prompt)), params)
         self.requests[row] = Request(list(map(int, prompt)), max_total, salt, stop)
         return row

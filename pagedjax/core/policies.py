@@ -1,0 +1,161 @@
+"""Who starts next and who steps back: policies, as pure functions of the scheduler's state.
+
+A policy gives every row of the table a sort key: `(state, config) -> [S] int32`, lower first. It
+says nothing else. What must hold under every policy is not left to it:
+
+- running rows come before waiting ones, and get the budget in the order of their arrival;
+- the oldest running row is never a victim and never yields, so it ends;
+- a row that has been resumed becomes a victim before it has produced a token only when none but
+  such rows, and the oldest, are left;
+- a waiting row that newer ones have passed over in `max_passed_over` steps goes before all others,
+  in order of arrival. So no request starves, whatever the policy; with `max_passed_over` 0 one
+  that always loses by the policy may. First come first served passes nobody over.
+
+A row's key decides only among rows of the same standing; equal keys go by arrival.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.prefix import lookup
+from pagedjax.core.state import NULL, SchedulerState, Status
+
+
+def is_waiting(status):
+    """Whether rows of this status want to be admitted."""
+    return status == Status.WAITING
+
+
+# -- admission: the lowest key first ---------------------------------------------------------------
+
+
+def fcfs(state: SchedulerState, config: SchedulerConfig):
+    """First come, first served."""
+    return state.rows.arrival
+
+
+def priority(state: SchedulerState, config: SchedulerConfig):
+    """The most urgent request first. A stream of urgent requests delays the others up to the bound
+    of `max_passed_over`."""
+    return state.rows.priority
+
+
+def round_robin(state: SchedulerState, config: SchedulerConfig):
+    """Rows take turns: who has waited longest since its last turn goes first.
+
+    A turn is a time slice: while others wait for a place, a row that has produced
+    `time_slice_tokens` tokens yields and queues up again behind all that have arrived (see
+    `yielding`). Only the oldest running row keeps its place.
+    """
+    return jnp.maximum(state.rows.arrival, state.rows.turn)
+
+
+def longest_prefix(state: SchedulerState, config: SchedulerConfig):
+    """The row with most blocks in the prefix cache first, as in SGLang's longest-prefix match.
+
+    Cached blocks of a chain are a run from its beginning, so a binary search finds the end of it.
+    By hash alone: a collision gives a row a better place in the queue and nothing else.
+    """
+    if not config.enable_prefix_caching:
+        return jnp.zeros(config.num_rows, jnp.int32)
+    rows, row = state.rows, jnp.arange(config.num_rows)
+    low = jnp.zeros(config.num_rows, jnp.int32)  # so many are cached
+    high = rows.num_tokens // config.block_size  # at most so many
+    for _ in range(config.max_blocks_per_seq.bit_length()):
+        middle = (low + high + 1) // 2
+        hashes = rows.block_hashes[row, jnp.maximum(middle - 1, 0)]
+        cached = lookup(config, state.prefix, hashes) != NULL
+        low, high = jnp.where(cached, middle, low), jnp.where(cached, high, middle - 1)
+        low = jnp.minimum(low, jnp.maximum(high, 0))
+    return -low
+
+
+# -- preemption: the greatest key steps back first -------------------------------------------------
+
+
+def newest(state: SchedulerState, config: SchedulerConfig):
+    """The latest arrival steps back first: the least is lost, and the order of arrival kept."""
+    return state.rows.arrival
+
+
+def most_tokens(state: SchedulerState, config: SchedulerConfig):
+    """The row that has generated most steps back first: it gives most blocks back."""
+    return state.rows.num_tokens - state.rows.num_prompt_tokens
+
+
+_SCHEDULING = {
+    "fcfs": fcfs,
+    "priority": priority,
+    "round_robin": round_robin,
+    "longest_prefix": longest_prefix,
+}
+_PREEMPTION = {"newest": newest, "most_tokens": most_tokens, "lowest_priority": priority}
+
+
+def rank_rows(config: SchedulerConfig, state: SchedulerState):
+    """[S] int32: rank -> row. Running rows in order of arrival, then waiting ones: those passed
+    over too often in order of arrival, the others by `scheduling_policy`."""
+    rows = state.rows
+    status, arrival = rows.status, rows.arrival
+    row = jnp.arange(config.num_rows, dtype=jnp.int32)
+    if config.scheduling_policy == "fcfs":
+        waiting_key = jnp.where(is_waiting(status), arrival + (1 << 30), NULL)
+        key = jnp.where(status == Status.RUNNING, arrival, waiting_key)
+        return lax.sort((key, row), num_keys=1)[1]
+    policy = _SCHEDULING.get(config.scheduling_policy, config.scheduling_policy)
+    key = _keys(policy, config, state)
+    first = rows.num_passed_over >= (config.max_passed_over or NULL)
+    waiting = is_waiting(status)
+    group = jnp.where(waiting, jnp.where(first, 1, 2), jnp.where(status == Status.RUNNING, 0, 3))
+    key = jnp.where(group == 2, key, 0)
+    return lax.sort((group.astype(jnp.int32), key, arrival, row), num_keys=3)[3]
+
+
+def victim_order(config: SchedulerConfig, state: SchedulerState, order, num_running, yields):
+    """[S] int32: the ranks of running rows from the one that stays longest to the first victim,
+    then all other ranks.
+
+    Args:
+      order: [S] int32, rank -> row. yields: [S] bool by rank, or None.
+    """
+    rows, s = state.rows, config.num_rows
+    rank = jnp.arange(s, dtype=jnp.int32)
+    resumed = rows.num_preemptions > 0
+    early = (resumed & (rows.num_tokens == rows.num_tokens_started))[order]
+    group = jnp.where(early, 1, 2)
+    if yields is not None:
+        group = jnp.where(yields, 3, group)
+    group = jnp.where(rank == 0, 0, jnp.where(rank < num_running, group, 4)).astype(jnp.int32)
+    if config.preemption_policy == "newest":  # rank is the order of arrival
+        key = group * s + rank
+        return lax.sort((key, rank), num_keys=1)[1]
+    policy = _PREEMPTION.get(config.preemption_policy, config.preemption_policy)
+    key = _keys(policy, config, state)[order]
+    return lax.sort((group, key, rank), num_keys=3)[2]
+
+
+def yielding(config: SchedulerConfig, state: SchedulerState, order, num_running):
+    """[S] bool by rank: rows whose time slice is over while others wait for their place; None under
+    other policies than the round robin. At most `max_preemptions` and as many as wait."""
+    if config.scheduling_policy != "round_robin":
+        return None
+    rows = state.rows
+    waiting = is_waiting(rows.status)
+    blocked = (waiting & (rows.arrival == state.blocked_arrival)).any()
+    wanted = (num_running >= config.max_num_seqs) | blocked
+    most = jnp.minimum(waiting.sum(dtype=jnp.int32), config.max_preemptions)
+    over = rows.num_tokens - rows.num_tokens_started >= config.time_slice_tokens
+    rank = jnp.arange(config.num_rows)
+    over = over[order] & (rank > 0) & (rank < num_running) & wanted
+    return over & (jnp.cumsum(over, dtype=jnp.int32) <= most)
+
+
+def _keys(policy, config: SchedulerConfig, state: SchedulerState):
+    key = jnp.asarray(policy(state, config))
+    if key.shape != (config.num_rows,) or key.dtype != jnp.int32:
+        raise ValueError(
+            f"a policy must return [num_rows] = [{config.num_rows}] int32 keys, got "
+            f"{key.dtype} {list(key.shape)}"
+        )
+    return key
