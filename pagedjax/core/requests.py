@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.prefix import finish_hash, mix
-from pagedjax.core.state import FinishReason, SchedulerState, Status
+from pagedjax.core.state import NULL, FinishReason, SchedulerState, Status
 
 
 @jax.tree_util.register_dataclass
@@ -22,6 +22,8 @@ class RequestParams:
       temperature, top_p, min_p: [] float32. top_k: [] int32, 0 is off.
       seed: [] uint32. num_logprobs: [] int32, -1 for none.
       salt: [] uint32, only requests of equal salt share cached blocks.
+      group: [] int32, requests of equal group have the same prompt, which is computed once and
+        shared (with `enable_forks`). A number that no other group in the table has; NULL for none.
     """
 
     max_total_tokens: jax.Array
@@ -34,6 +36,7 @@ class RequestParams:
     seed: jax.Array
     num_logprobs: jax.Array
     salt: jax.Array
+    group: jax.Array = NULL
 
 
 def add_request(
@@ -77,6 +80,7 @@ def add_request(
         "num_cached_blocks": 0,
         "chain_broken": False,
         "running_hash": running[-1],
+        "group": params.group,
         "salt": salt,
         "seed": params.seed,
         "temperature": params.temperature,
