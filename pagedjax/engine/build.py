@@ -89,6 +89,7 @@ def scheduler_config(config: EngineConfig, *, platform: str) -> SchedulerConfig:
         max_logprobs=config.max_logprobs,
         max_stop_token_ids=config.max_stop_token_ids,
         enable_prefix_caching=config.enable_prefix_caching,
+        enable_forks=True,
         # A GPU prefers one straight line of kernels to branches, and scatters are cheap there.
         use_cond=on_cpu,
         max_retirements=min(16, config.table_rows) if on_cpu else config.table_rows,

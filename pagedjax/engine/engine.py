@@ -12,13 +12,14 @@ import numpy as np
 
 from pagedjax.config import EngineConfig
 from pagedjax.core.execute import StepConfig
-from pagedjax.core.state import ErrorCode, FinishReason, Status, StepOutput
+from pagedjax.core.state import NULL, ErrorCode, FinishReason, Status, StepOutput
 from pagedjax.engine import snapshot
 from pagedjax.engine.buckets import choose_bucket
 from pagedjax.engine.device import Device, Progress
 from pagedjax.engine.errors import InvalidRequestError, QueueFullError
 from pagedjax.engine.request import Request, check_length, check_request
 from pagedjax.engine.rows import RowBook
+from pagedjax.engine.samples import Gatherer
 from pagedjax.engine.stats import EngineStats, StatsKeeper
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
@@ -93,6 +94,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._aborts: deque[Request] = deque()
         self._num_seeds_drawn = 0
+        self._num_groups = 0
+        self._gatherer = Gatherer()
         self._own_fingerprint: dict[str, Any] | None = None
         longest = max(map(len, tokenizer.vocabulary.token_bytes), default=1)
         self._longest_token = max(longest, 1)
@@ -160,7 +163,12 @@ class Engine:
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
         )
-        request.arrival_time_s = arrival_time_s
+        with self._lock:
+            self._num_groups += 1
+            group = self._num_groups % NULL
+        request.fan_out(group)
+        for sample in request.samples:
+            sample.arrival_time_s = arrival_time_s
         return request
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -180,13 +188,14 @@ class Engine:
                         param="request_id",
                     )
                 new[request.request_id] = request
-            self._check_room(len(requests))
+            samples = [sample for request in requests for sample in request.samples]
+            self._check_room(len(samples))
             self._requests |= new
-            self._queue += requests
+            self._queue += samples
 
     def check_room(self, count: int, *, reserved: int = 0) -> None:
-        """Raise `QueueFullError` unless `submit` would take so many requests now, beside some that
-        are to come before them."""
+        """Raise `QueueFullError` unless `submit` would take so many outputs to generate now, beside
+        some that are to come before them."""
         with self._lock:
             self._check_room(count, reserved)
 
@@ -232,6 +241,7 @@ class Engine:
             max_pool_tokens=self._max_pool_tokens,
             max_logprobs=self._sizes.max_logprobs,
             max_stop_token_ids=self._sizes.max_stop_token_ids,
+            num_rows=self._sizes.num_rows,
         )
 
     @property
@@ -251,7 +261,7 @@ class Engine:
         return self._requests.get(request.request_id) is request
 
     def num_free_places(self) -> int:
-        """Requests that `add_request` would take now."""
+        """Outputs to generate (of one request or several) that `add_request` would take now."""
         with self._lock:
             return self._room()
 
@@ -305,6 +315,7 @@ class Engine:
 
         Raises:
           OSError: it could not be written; a file that was there is unharmed.
+          RuntimeError: a request for several outputs is going on; those cannot be saved yet.
         """
         outputs = []
         while self._in_flight:
@@ -312,6 +323,8 @@ class Engine:
         outputs += self._feed()
         with self._lock:
             queue = list(self._queue)
+            if any(len(request.samples) > 1 for request in self._requests.values()):
+                raise RuntimeError("a request with n > 1 is going on, which save cannot write yet")
         snapshot.save(
             Path(path),
             device=self._device,
@@ -374,7 +387,7 @@ class Engine:
                 request = self._aborts.popleft()
                 if self._is_live(request):
                     del self._requests[request.request_id]
-                    ended.append(request)
+                    ended += [s for s in request.samples if s.finish_reason is None]
             if ended:
                 gone = set(map(id, ended))
                 self._queue = deque(r for r in self._queue if id(r) not in gone)
@@ -385,9 +398,10 @@ class Engine:
         for request in ended:
             self._rows.let_go(request)
             try:
-                outputs.append(request.end("abort"))
+                delta = request.end("abort")
             except Exception as error:  # held text that does not decode harms nobody else
-                outputs.append(request.fail(f"{type(error).__name__}: {error}"))
+                delta = request.fail(f"{type(error).__name__}: {error}")
+            outputs.append((request, delta))
             self._stats.finished(request.finish_reason, request, self._clock())
         mask = self._rows.take_rows_to_end()
         if mask is not None:
@@ -398,7 +412,7 @@ class Engine:
                 request.prompt_token_ids,
                 request.device_params(self._sizes.max_stop_token_ids),
             )
-        return outputs
+        return self._gatherer.gather(outputs)
 
     def _launch(self) -> bool:
         """Start the next step if, as far as the host can tell, it has something to compute."""
@@ -420,12 +434,12 @@ class Engine:
         for row, request in self._rows.update(output, launched.step, launched.num_tokens):
             delta = self._advance(request, row, output, now)
             if delta is not None:
-                deltas.append(delta)
+                deltas.append((request, delta))
         self._stats.stepped(output, launched.num_tokens)
-        return deltas
+        return self._gatherer.gather(deltas)
 
     def _advance(self, request: Request, row: int, output, now: float) -> RequestOutput | None:
-        """What one row's part of an output means for its request."""
+        """What one row's part of an output means for its request (one sample of it)."""
         if request.num_cached_tokens is None and output.status[row] != Status.WAITING:
             request.num_cached_tokens = int(output.num_hit_tokens[row])
         finished = output.status[row] == Status.FINISHED
@@ -441,10 +455,11 @@ class Engine:
                 return None
         except Exception as error:  # the host's part of one request must not harm the others
             delta = request.fail(f"{type(error).__name__}: {error}")
-        if delta.finished:
+        if request.finish_reason is not None:
             self._rows.let_go(request, ended_on_device=bool(finished))
-            with self._lock:
-                self._requests.pop(request.request_id, None)
+            if request.finished:
+                with self._lock:
+                    self._requests.pop(request.request_id, None)
             self._stats.finished(request.finish_reason, request, now)
         return delta
 

@@ -88,7 +88,7 @@ def test_others_pass_a_row_that_is_held_back():
 @pytest.mark.parametrize("caching", [True, False])
 def test_first_row_gone_before_the_others_start(caching):
     driver = make_driver(enable_prefix_caching=caching)
-    first, *others = driver.add_group([1, 2, 3, 4, 5, 0, 1], 20, 3, group=1, stop=False)
+    first, *_ = driver.add_group([1, 2, 3, 4, 5, 0, 1], 20, 3, group=1, stop=False)
     driver.abort_row(first)
     driver.drain()
     assert driver.counts["finished"] == 2
@@ -149,7 +149,7 @@ def by_hand(driver, tables, computed):
 
 
 @pytest.mark.parametrize(
-    "tables, computed, grant, expected",
+    ("tables", "computed", "grant", "expected"),
     [
         # All holders of block 7 write: the first keeps it.
         ([[1, 7], [1, 7], [1, 7]], [6, 6, 6], [1, 1, 1], [NULL, 7, 7]),
