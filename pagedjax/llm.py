@@ -146,15 +146,16 @@ class LLM:
     def _drive(self, waiting: list[tuple], bar: "_Progress") -> dict[str, RequestOutput]:
         engine, results, added = self.engine, {}, 0
         while added < len(waiting) or engine.has_work():
-            for request_id, prompt, ids, params in waiting[
-                added : added + engine.num_free_places()
-            ]:
+            while added < len(waiting):
+                request_id, prompt, ids, params = waiting[added]
+                if engine.num_free_places() < params.num_samples and engine.has_work():
+                    break
                 text = prompt if isinstance(prompt, str) else None
                 results[request_id] = RequestOutput(
                     request_id=request_id,
                     prompt=text,
                     prompt_token_ids=ids,
-                    outputs=[CompletionOutput()],
+                    outputs=[CompletionOutput(index=i) for i in range(params.n)],
                 )
                 engine.add_request(request_id, ids, params, prompt_text=text)
                 added += 1
@@ -185,7 +186,7 @@ class _Progress:
         if not output.finished:
             return
         self._num_prompt_tokens += len(output.prompt_token_ids)
-        self._num_output_tokens += len(output.outputs[0].token_ids)
+        self._num_output_tokens += sum(len(one.token_ids) for one in output.outputs)
         seconds = self._bar.format_dict["elapsed"]
         if seconds > 0:
             self._bar.postfix = (

@@ -27,6 +27,7 @@ class CompletionOutput:
     """One completion of a prompt.
 
     Attributes:
+      index: which of the prompt's completions it is, from 0.
       text: without the end-of-sequence token and, unless asked for, without the stop string.
       token_ids: every token, the one that ended the request included.
       cumulative_logprob: sum over the tokens; None unless logprobs were asked for.
@@ -56,6 +57,8 @@ class RequestOutput:
 
     Attributes:
       prompt: text of the prompt, None if it was given as token ids.
+      outputs: by index. A delta has those of which there is something new.
+      finished: nothing more will come of any output.
       num_cached_tokens: prompt tokens that were found in the prefix cache; None until the request
         has started.
       error: what went wrong, when `finish_reason` is "error".
@@ -71,12 +74,18 @@ class RequestOutput:
 
     def add(self, delta: "RequestOutput") -> None:
         """Append a later delta of the same request to this one."""
-        for mine, new in zip(self.outputs, delta.outputs, strict=True):
+        by_index = {mine.index: mine for mine in self.outputs}
+        for new in delta.outputs:
+            mine = by_index.get(new.index)
+            if mine is None:
+                mine = CompletionOutput(index=new.index)
+                self.outputs.append(mine)
+                self.outputs.sort(key=lambda output: output.index)
             mine.text += new.text
             mine.token_ids += new.token_ids
             if new.logprobs is not None:
                 mine.logprobs = (mine.logprobs or []) + new.logprobs
             mine.cumulative_logprob = new.cumulative_logprob
             mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
-        self.finished, self.error = delta.finished, delta.error
+        self.finished, self.error = delta.finished, delta.error or self.error
         self.num_cached_tokens = delta.num_cached_tokens

@@ -22,7 +22,11 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Outputs per prompt. Only 1 for now."""
+    """Outputs per prompt. The prompt is computed once and its memory shared."""
+    best_of: int | None = None
+    """Outputs to generate, of which the n with the highest log-probability per token are returned,
+    the best first; at least n, None is n. If it is more than n, nothing is told before all have
+    ended."""
     temperature: float = 1.0
     """0 is greedy. Any positive value is used as it is, however small."""
     top_p: float = 1.0
@@ -32,7 +36,9 @@ class SamplingParams:
     min_p: float = 0.0
     """In [0, 1]; 0 is off."""
     seed: int | None = None
-    """A signed or unsigned 64-bit number; with one, the same request gets the same tokens."""
+    """A signed or unsigned 64-bit number; with one, the same request gets the same tokens. Output i
+    of several is what a single request with the seed `sample_seed(i)` gets; output 0 has the seed
+    itself."""
     stop: str | Iterable[str] | None = None
     """Strings that end the output; kept as a tuple."""
     stop_token_ids: Iterable[int] | None = None
@@ -53,7 +59,10 @@ class SamplingParams:
     """Lower is more urgent. Where the engine's policies go by it only; others refuse all but 0."""
 
     def __post_init__(self) -> None:
-        self._set("n", _integer("n", self.n, 1, 1, note=" (several outputs are not supported yet)"))
+        self._set("n", _integer("n", self.n, 1, _MAX_INT32))
+        if self.best_of is not None:
+            best_of = _integer("best_of", self.best_of, self.n, _MAX_INT32, note=" (at least n)")
+            self._set("best_of", best_of)
         self._set("temperature", _real("temperature", self.temperature, 0, math.inf, "[0, inf)"))
         self._set("top_p", _real("top_p", self.top_p, 0, 1, "(0, 1]"))
         self._set("min_p", _real("min_p", self.min_p, 0, 1, "[0, 1]"))
@@ -93,6 +102,24 @@ class SamplingParams:
             return None
         bits = self.seed % 2**64
         return (bits ^ ((bits >> 32) * 0x9E3779B1)) % 2**32
+
+    @property
+    def num_samples(self) -> int:
+        """Outputs that are generated, `best_of` of them if that is given."""
+        return self.n if self.best_of is None else self.best_of
+
+    def sample_seed(self, index: int) -> int | None:
+        """The seed of output `index`, 32 bits; None without a seed."""
+        return None if self.seed is None else derived_seed(self.seed_bits, index)
+
+
+def derived_seed(seed_bits: int, index: int) -> int:
+    """A seed of its own for each output of a request: the seed plus MurmurHash3's finaliser of the
+    index, which is 0 for 0. For one seed, no two of 2**32 outputs get the same."""
+    x = (index * 0x9E3779B1) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = (x ^ (x >> shift)) * factor & 0xFFFFFFFF
+    return (seed_bits + x) & 0xFFFFFFFF
 
 
 def _integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> int:

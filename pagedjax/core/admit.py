@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pagedjax.core.blocks import num_evictable
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.fork import choose, share, sources
 from pagedjax.core.policies import is_waiting
 from pagedjax.core.prefix import lookup, match
 from pagedjax.core.pytree import pytree
@@ -20,9 +21,11 @@ class Admitted:
 
     ok: jax.Array  #: [A] bool
     row_ids: jax.Array  #: NULL where not admitted
-    num_shared: jax.Array  #: whole blocks taken from the prefix cache
+    forks: jax.Array  #: [A] bool: shares with a member of its group, not through the cache
+    num_shared: jax.Array  #: blocks taken by reference; a fork's last one may be partly filled
     shared: jax.Array  #: [A, M]: their ids
-    num_computed: jax.Array  #: tokens found in the cache, those inside a copied block included
+    num_cached: jax.Array  #: of them, those that are in the prefix index
+    num_computed: jax.Array  #: tokens found, those inside a copied block included
     chunk: jax.Array  #: tokens to compute in this step
     num_new: jax.Array  #: blocks to allocate
     copy_src: jax.Array  #: block to copy into the first new block, or NULL
@@ -35,6 +38,8 @@ def _nobody(config: SchedulerConfig, ref_counts) -> Admitted:
     return Admitted(
         ok=jnp.zeros(a, bool),
         row_ids=null,
+        forks=jnp.zeros(a, bool),
+        num_cached=zero,
         num_shared=zero,
         shared=jnp.full((a, config.max_blocks_per_seq), NULL, jnp.int32),
         num_computed=zero,
@@ -63,10 +68,18 @@ def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Adm
     a, b = config.max_admissions, config.block_size
     num_shared, shared, num_inside, source = _find_prefix(config, state, row_ids)
     cached = num_shared * b + num_inside
+    forks, num_cached = jnp.zeros(a, bool), num_shared
+    if config.enable_forks:
+        forks, *forked = share(config, state, row_ids, cached)
+        found = cached, num_shared, shared, num_cached
+        pairs = zip(forked, found, strict=True)
+        cached, num_shared, shared, num_cached = (choose(forks, new, old) for new, old in pairs)
+        source = jnp.where(forks, NULL, source)
     left = jnp.where(valid, state.rows.num_tokens[row_ids] - cached, 0)
     chunk = jnp.clip(budget - (jnp.cumsum(left) - left), 0, left)
     num_new = jnp.where(chunk > 0, cdiv(cached + chunk, b) - num_shared, 0)
-    whole = jnp.where(valid, cdiv(state.rows.num_tokens[row_ids], b) - num_shared, 0)
+    # Of a block that is shared in part there will be a copy.
+    whole = jnp.where(valid, cdiv(state.rows.num_tokens[row_ids], b) - cached // b, 0)
     if config.kv_cache == "contiguous":
         whole = jnp.where(valid, config.max_blocks_per_seq, 0)
         num_new = jnp.where(chunk > 0, whole, 0)
@@ -86,6 +99,8 @@ def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Adm
     return Admitted(
         ok=ok,
         row_ids=only(row_ids, NULL),
+        forks=ok & forks,
+        num_cached=only(num_cached, 0),
         num_shared=only(num_shared, 0),
         shared=shared,
         num_computed=only(cached, 0),
@@ -97,12 +112,16 @@ def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Adm
 
 
 def _num_proposed(config: SchedulerConfig, state: SchedulerState, row):
-    """[] int32: leading blocks of a row's prompt that the index proposes. Cheaper than `match`."""
+    """[] int32: leading blocks of a row's prompt that the index proposes, or a member of its group
+    can give. Cheaper than `match`."""
+    forked = jnp.int32(0)
+    if config.enable_forks:
+        forked = sources(config, state, row[None])[1][0] // config.block_size
     if not config.enable_prefix_caching:
-        return jnp.int32(0)
+        return forked
     found = lookup(config, state.prefix, state.rows.block_hashes[row]) != NULL
     full = jnp.arange(config.max_blocks_per_seq) < state.rows.num_tokens[row] // config.block_size
-    return jnp.cumprod((found & full).astype(jnp.int32)).sum(dtype=jnp.int32)
+    return jnp.maximum(jnp.cumprod((found & full).astype(jnp.int32)).sum(dtype=jnp.int32), forked)
 
 
 def admit(
@@ -111,14 +130,17 @@ def admit(
     order,
     grant,
     num_new,
+    num_copies,
     num_running,
     pressed,
+    held,
     num_tokens: int,
 ):
     """Admit up to `max_admissions` waiting rows behind the running ones.
 
-    Args (by rank): order, grant, num_new: [S] int32; num_running: [] int32; pressed: [] bool,
-    nobody is admitted then.
+    Args (by rank): order, grant, num_new: [S] int32; num_copies: [] int32, blocks that the
+    running rows need besides num_new; num_running: [] int32; pressed: [] bool, nobody is admitted
+    then. By row: held: [S] bool, rows that wait for another one.
 
     Returns:
       (state, grant, num_new, admitted) with the admitted rows' grants and blocks filled in.
@@ -128,7 +150,7 @@ def admit(
     rank = num_running + index
     row_ids = take(order, jnp.where(rank < s, rank, NULL), 0)
     valid = (rank < config.max_step_rows(num_tokens)) & ~pressed
-    valid &= is_waiting(rows.status[row_ids])
+    valid &= is_waiting(rows.status[row_ids]) & ~held[row_ids]
     if config.batching == "static":
         valid &= _batch_is_open(rows) | (rows.num_tokens > rows.num_prompt_tokens)[row_ids]
         valid = jnp.cumsum(~valid) == 0  # nobody overtakes
@@ -139,7 +161,7 @@ def admit(
     rest = cdiv(rows.num_tokens[order], config.block_size) - state.blocks.num_blocks_held[order]
     if config.kv_cache != "paged":
         rest = jnp.maximum(rest, 0)
-    available = available - jnp.where(running, rest, 0).sum(dtype=jnp.int32)
+    available = available - jnp.where(running, rest, 0).sum(dtype=jnp.int32) - num_copies
     room = available - jnp.where(rank > 0, config.watermark_blocks, 0)
 
     # A head of the queue that did not fit is not matched again until there is more memory or more
@@ -190,8 +212,9 @@ def _start_rows(config: SchedulerConfig, state: SchedulerState, admitted: Admitt
         return jnp.where(found, value, field)
 
     first_time = found & (rows.num_hit_tokens < 0)  # not after a preemption
-    hits = admitted.num_computed[which]
-    again = jnp.where(found, jnp.maximum(rows.num_tokens_dropped - hits, 0), 0)
+    computed, forks = admitted.num_computed[which], admitted.forks[which]
+    hits = jnp.where(forks, 0, computed)
+    again = jnp.where(found, jnp.maximum(rows.num_tokens_dropped - computed, 0), 0)
     passed_over = rows.num_passed_over
     if config.scheduling_policy != "fcfs":
         last = jnp.max(jnp.where(found, rows.arrival, -1))
@@ -203,9 +226,9 @@ def _start_rows(config: SchedulerConfig, state: SchedulerState, admitted: Admitt
         num_passed_over=passed_over,
         num_tokens_started=put(rows.num_tokens_started, rows.num_tokens),
         num_tokens_dropped=put(rows.num_tokens_dropped, 0),
-        num_computed_tokens=put(rows.num_computed_tokens, hits),
+        num_computed_tokens=put(rows.num_computed_tokens, computed),
         num_hit_tokens=jnp.where(first_time, hits, rows.num_hit_tokens),
-        num_cached_blocks=put(rows.num_cached_blocks, admitted.num_shared[which]),
+        num_cached_blocks=put(rows.num_cached_blocks, admitted.num_cached[which]),
         chain_broken=put(rows.chain_broken, False),
     )
     blocks = dataclasses.replace(
@@ -214,13 +237,15 @@ def _start_rows(config: SchedulerConfig, state: SchedulerState, admitted: Admitt
         block_tables=blocks.block_tables.at[admitted.row_ids].set(admitted.shared, mode="drop"),
         ref_counts=admitted.ref_counts,
     )
-    prompt = jnp.where(first_time, rows.num_prompt_tokens, 0)
+    prompt = jnp.where(first_time & ~forks, rows.num_prompt_tokens, 0)
     counters = dataclasses.replace(
         counters,
         num_recomputed_tokens=counters.num_recomputed_tokens + again.sum(dtype=jnp.int32),
         num_hit_tokens=counters.num_hit_tokens
         + jnp.where(first_time, hits, 0).sum(dtype=jnp.int32),
         num_prompt_tokens=counters.num_prompt_tokens + prompt.sum(dtype=jnp.int32),
+        num_forked_tokens=counters.num_forked_tokens
+        + jnp.where(admitted.forks, admitted.num_computed, 0).sum(dtype=jnp.int32),
         num_block_copies=counters.num_block_copies
         + (admitted.copy_src != NULL).sum(dtype=jnp.int32),
     )

@@ -29,6 +29,7 @@ class SchedulerConfig:
       max_logprobs: P, most alternatives a request can ask log-probabilities of.
       max_stop_token_ids: Q, most stop token ids of one request.
       enable_prefix_caching: find and share equal prefixes of blocks.
+      enable_forks: rows of one group share their prompt's blocks, see `core/fork.py`.
       max_admissions: A, most rows admitted in one step (the rest wait for the next).
       max_retirements: K, most rows whose blocks are released in one step; `num_rows` releases all.
       max_preemptions: most rows preempted in one step (more follow in the next).
@@ -64,6 +65,7 @@ class SchedulerConfig:
     max_logprobs: int = 20
     max_stop_token_ids: int = 16
     enable_prefix_caching: bool = True
+    enable_forks: bool = False
     max_admissions: int = 16
     max_retirements: int = 16
     max_preemptions: int = 16
@@ -104,6 +106,11 @@ class SchedulerConfig:
             raise ValueError(
                 f"kv_cache {self.kv_cache!r} needs enable_prefix_caching=False: it has no blocks "
                 "that could be shared"
+            )
+        if self.enable_forks and (self.kv_cache, self.batching) != ("paged", "continuous"):
+            raise ValueError(
+                f"enable_forks needs kv_cache 'paged' and batching 'continuous', got "
+                f"{self.kv_cache!r} and {self.batching!r}"
             )
         if self.kv_cache == "contiguous" and self.num_blocks < self.max_blocks_per_seq:
             raise ValueError(
@@ -152,12 +159,15 @@ class SchedulerConfig:
         """Most blocks that a step of `num_tokens` tokens can allocate.
 
         A row's chunk may begin and end inside a block. Where it begins inside one, the row holds
-        that block already, unless the row is being admitted and the block is a copy.
+        that block already, unless the block is a copy: a row's that is being admitted, or any
+        row's that shares its blocks.
         """
         rows = self.max_step_rows(num_tokens)
         admissions = min(self.max_admissions, rows)
         if self.kv_cache == "contiguous":
             return admissions * self.max_blocks_per_seq
+        if self.enable_forks:
+            return num_tokens // self.block_size + 2 * rows
         return num_tokens // self.block_size + rows + admissions
 
     def max_registrations(self, num_tokens: int) -> int:

@@ -14,12 +14,14 @@ def make_plan(
     order,
     grant,
     admitted: Admitted,
+    copied,
     num_tokens: int,
 ) -> Plan:
     """The step's plan, from what each rank was granted.
 
     Args:
       order, grant: [S] int32 by rank. A granted row always holds the blocks it writes.
+      copied: [S] int32 by rank: the block that the row's first written one is a copy of, or NULL.
       num_tokens: T.
     """
     rows, tables, b = state.rows, state.blocks.block_tables, config.block_size
@@ -40,7 +42,11 @@ def make_plan(
     copying = admitted.copy_src != NULL
     copy_row = jnp.where(copying, admitted.row_ids, 0)
     column = jnp.where(copying, admitted.num_shared, NULL)
-    copy_dst = take(tables, (copy_row, column), NULL)
+    copy_src, copy_dst = admitted.copy_src, take(tables, (copy_row, column), NULL)
+    if config.enable_forks:
+        column = jnp.where(copied[:r] != NULL, computed // b, NULL)
+        copy_src = jnp.concatenate([copy_src, copied[:r]])
+        copy_dst = jnp.concatenate([copy_dst, take(tables, (row_of_rank, column), NULL)])
     return Plan(
         rank=rank_of_row,
         row_ids=jnp.where(scheduled, row_of_rank, NULL),
@@ -54,6 +60,6 @@ def make_plan(
         token_ids=jnp.where(valid, rows.token_ids[row, position], 0),
         positions=jnp.where(valid, position, 0),
         slot_mapping=slot,
-        copy_src=admitted.copy_src,
+        copy_src=copy_src,
         copy_dst=copy_dst,
     )

@@ -93,20 +93,21 @@ _SCHEDULING = {
 _PREEMPTION = {"newest": newest, "most_tokens": most_tokens, "lowest_priority": priority}
 
 
-def rank_rows(config: SchedulerConfig, state: SchedulerState):
+def rank_rows(config: SchedulerConfig, state: SchedulerState, held_back):
     """[S] int32: rank -> row. Running rows in order of arrival, then waiting ones: those passed
-    over too often in order of arrival, the others by `scheduling_policy`."""
+    over too often in order of arrival, the others by `scheduling_policy`. Waiting rows that are
+    `held_back` [S] bool come after all others."""
     rows = state.rows
     status, arrival = rows.status, rows.arrival
     row = jnp.arange(config.num_rows, dtype=jnp.int32)
     if config.scheduling_policy == "fcfs":
-        waiting_key = jnp.where(is_waiting(status), arrival + (1 << 30), NULL)
+        waiting_key = jnp.where(is_waiting(status) & ~held_back, arrival + (1 << 30), NULL)
         key = jnp.where(status == Status.RUNNING, arrival, waiting_key)
         return lax.sort((key, row), num_keys=1)[1]
     policy = _SCHEDULING.get(config.scheduling_policy, config.scheduling_policy)
     key = _keys(policy, config, state)
     first = rows.num_passed_over >= (config.max_passed_over or NULL)
-    waiting = is_waiting(status)
+    waiting = is_waiting(status) & ~held_back
     group = jnp.where(waiting, jnp.where(first, 1, 2), jnp.where(status == Status.RUNNING, 0, 3))
     key = jnp.where(group == 2, key, 0)
     return lax.sort((group.astype(jnp.int32), key, arrival, row), num_keys=3)[3]
@@ -135,13 +136,13 @@ def victim_order(config: SchedulerConfig, state: SchedulerState, order, num_runn
     return lax.sort((group, key, rank), num_keys=3)[2]
 
 
-def yielding(config: SchedulerConfig, state: SchedulerState, order, num_running):
+def yielding(config: SchedulerConfig, state: SchedulerState, order, held_back, num_running):
     """[S] bool by rank: rows whose time slice is over while others wait for their place; None under
     other policies than the round robin. At most `max_preemptions` and as many as wait."""
     if config.scheduling_policy != "round_robin":
         return None
     rows = state.rows
-    waiting = is_waiting(rows.status)
+    waiting = is_waiting(rows.status) & ~held_back
     blocked = (waiting & (rows.arrival == state.blocked_arrival)).any()
     wanted = (num_running >= config.max_num_seqs) | blocked
     most = jnp.minimum(waiting.sum(dtype=jnp.int32), config.max_preemptions)

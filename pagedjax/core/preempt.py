@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pagedjax.core.blocks import pool_of, release, with_pool
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.fork import writes_shared
 from pagedjax.core.policies import victim_order, yielding
 from pagedjax.core.ragged import take, when
 from pagedjax.core.state import NULL, SchedulerState, Status
@@ -46,6 +47,8 @@ def preempt(
     order,
     grant,
     need,
+    copies,
+    held_back,
     available,
     num_running,
 ):
@@ -55,8 +58,9 @@ def preempt(
     At most `max_preemptions` rows go in one step: their blocks are then a small table. Should
     even that not suffice, the rows in between are not scheduled and more go in the next step.
 
-    Args (by rank): order: [S] int32, rank -> row; grant, need: [S] int32, tokens and new blocks;
-    available, num_running: [] int32.
+    Args (by rank): order: [S] int32, rank -> row; grant, need, copies: [S] int32, tokens, new
+    blocks, and blocks to copy what is shared before it is written; available, num_running: []
+    int32. By row: held_back: [S] bool, waits for a member of its group.
 
     Returns:
       (state, order, grant, need, pressed): ranks that stay in the step come first, in their order,
@@ -68,8 +72,8 @@ def preempt(
     k = min(config.max_preemptions, s)
     rank = jnp.arange(s, dtype=jnp.int32)
     first = jnp.maximum(num_running - k, 0)
-    yields = yielding(config, state, order, num_running)
-    pressed = need.sum(dtype=jnp.int32) > available
+    yields = yielding(config, state, order, held_back, num_running)
+    pressed = (need + copies).sum(dtype=jnp.int32) > available
     if yields is not None:
         pressed |= yields.any()
 
@@ -86,7 +90,9 @@ def preempt(
         tables = jnp.where(column < held[:, None], tables, NULL)
         back = blocks_back(tables, blocks.ref_counts)
         back = back[jnp.clip(jnp.arange(s + 1) - first, 0, k)]
-        demand = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(need[place])])
+        # Who keeps a shared block depends on who is left, so nobody is counted as keeping one.
+        demand = need + writes_shared(config, state, order, grant)
+        demand = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(demand[place])])
         # Demand grows and what comes back shrinks along the order: those that fit are 0 .. keep.
         fits = (demand <= available + back) & (jnp.arange(s + 1) <= num_running)
         keep = fits.sum(dtype=jnp.int32) - 1

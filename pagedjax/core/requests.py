@@ -8,7 +8,7 @@ import numpy as np
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.prefix import finish_hash, mix
-from pagedjax.core.state import FinishReason, SchedulerState, Status
+from pagedjax.core.state import NULL, FinishReason, SchedulerState, Status
 
 NO_PRIORITY = np.int32(0)
 
@@ -26,6 +26,8 @@ class RequestParams:
       seed: [] uint32. num_logprobs: [] int32, -1 for none.
       salt: [] uint32, only requests of equal salt share cached blocks.
       priority: [] int32, lower is more urgent; read by the policies that go by it.
+      group: [] int32, requests of equal group have the same prompt, which is computed once and
+        shared (with `enable_forks`). A number that no other group in the table has; NULL for none.
     """
 
     max_total_tokens: jax.Array
@@ -39,6 +41,7 @@ class RequestParams:
     num_logprobs: jax.Array
     salt: jax.Array
     priority: jax.Array = NO_PRIORITY
+    group: jax.Array = NULL
 
 
 def add_request(
@@ -88,6 +91,7 @@ def add_request(
         "num_cached_blocks": 0,
         "chain_broken": False,
         "running_hash": running[-1],
+        "group": params.group,
         "salt": salt,
         "seed": params.seed,
         "temperature": params.temperature,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pagedjax.core.admit import admit
 from pagedjax.core.blocks import make_room, num_evictable, pool_of, release, with_pool
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.fork import copies_on_write, held_back
 from pagedjax.core.plan import make_plan
 from pagedjax.core.policies import rank_rows
 from pagedjax.core.preempt import preempt
@@ -48,13 +49,17 @@ def schedule(
         )
     state = retire(config, state)
     state = _reject_impossible(config, state)
-    order = rank_rows(config, state)
-    state, order, grant, num_new, num_running, pressed = _grant(config, state, order, num_tokens)
-    state, grant, num_new, admitted = admit(
-        config, state, order, grant, num_new, num_running, pressed, num_tokens
+    held = held_back(config, state) if config.enable_forks else jnp.zeros(config.num_rows, bool)
+    order = rank_rows(config, state, held)
+    state, order, grant, num_new, num_copies, num_running, pressed = _grant(
+        config, state, order, held, num_tokens
     )
-    state = _allocate(config, state, order, num_new, num_tokens)
-    plan = make_plan(config, state, order, grant, admitted, num_tokens)
+    state, grant, num_new, admitted = admit(
+        config, state, order, grant, num_new, num_copies, num_running, pressed, held, num_tokens
+    )
+    copied = copies_on_write(config, state, order, grant)
+    state = _allocate(config, state, order, num_new, copied, num_tokens)
+    plan = make_plan(config, state, order, grant, admitted, copied, num_tokens)
     return state, plan
 
 
@@ -106,13 +111,15 @@ def _reject_impossible(config: SchedulerConfig, state: SchedulerState) -> Schedu
     return dataclasses.replace(state, rows=rows)
 
 
-def _grant(config: SchedulerConfig, state: SchedulerState, order, num_tokens: int):
-    """Hand the budget to running rows, oldest first; preempt some if blocks run out.
+def _grant(config: SchedulerConfig, state: SchedulerState, order, held_back, num_tokens: int):
+    """Hand the budget to running rows, oldest first; preempt some if blocks run out. `held_back`
+    [S] bool: rows that wait for a member of their group, not for a place.
 
     Returns:
-      (state, order [S], grant [S], num_new_blocks [S], num_running [], pressed []), all by rank; of
-      the running rows those in the step come first. `pressed` tells that blocks ran out, so
-      nobody is admitted in this step.
+      (state, order [S], grant [S], num_new_blocks [S], num_copies [], num_running [], pressed []),
+      all by rank; of the running rows those in the step come first. num_copies: blocks needed
+      besides, since rows share what they are about to write; fewer if somebody is preempted.
+      pressed: rows had to step back or aside, so nobody is admitted in this step.
     """
     rows, blocks = state.rows, state.blocks
     running = rows.status[order] == Status.RUNNING
@@ -122,17 +129,25 @@ def _grant(config: SchedulerConfig, state: SchedulerState, order, num_tokens: in
     need = jnp.where(grant > 0, cdiv(computed + grant, config.block_size) - held, 0)
     if config.kv_cache != "paged":
         need = jnp.maximum(need, 0)  # rows hold more than what they have computed needs
+    copies = (copies_on_write(config, state, order, grant) != NULL).astype(jnp.int32)
     available = blocks.num_free + num_evictable(blocks, state.prefix)
     num_running = running.sum(dtype=jnp.int32)
     state, order, grant, need, pressed = preempt(
-        config, state, order, grant, need, available, num_running
+        config, state, order, grant, need, copies, held_back, available, num_running
     )
-    return state, order, grant, need, num_running, pressed
+    return state, order, grant, need, copies.sum(dtype=jnp.int32), num_running, pressed
 
 
-def _allocate(config: SchedulerConfig, state: SchedulerState, order, num_new, num_tokens: int):
+def _allocate(
+    config: SchedulerConfig, state: SchedulerState, order, num_new, copied, num_tokens: int
+):
     """Take `num_new` [S] (by rank) blocks from the stack, all or nothing per row, and append them
-    to the rows' tables. `_grant` and `admit` have made sure that there are enough."""
+    to the rows' tables. `_grant` and `admit` have made sure that there are enough.
+
+    A row that copies a block (`copied` [S], by rank; NULL: none) gets one more, in that block's
+    place at the end of its table, and gives up its reference to it."""
+    copies = (copied != NULL).astype(jnp.int32)
+    num_new = num_new + copies
     total = num_new.sum(dtype=jnp.int32)
     most = config.max_new_blocks(num_tokens)
     blocks, prefix, num_evicted = make_room(
@@ -143,15 +158,27 @@ def _allocate(config: SchedulerConfig, state: SchedulerState, order, num_new, nu
     entry = jnp.arange(most, dtype=jnp.int32)
     top = jnp.where(valid, blocks.num_free - 1 - entry, NULL)
     ids = take(blocks.free_stack, top, NULL)
-    column = jnp.where(valid, blocks.num_blocks_held[row] + offset, NULL)
+    column = blocks.num_blocks_held[row] - copies[rank] + offset
+    column = jnp.where(valid, column, NULL)
     blocks = dataclasses.replace(
         blocks,
         ref_counts=blocks.ref_counts.at[ids].set(1, mode="drop"),
         num_free=blocks.num_free - total,
         block_tables=blocks.block_tables.at[row, column].set(ids, mode="drop"),
-        num_blocks_held=blocks.num_blocks_held.at[order].add(num_new),
+        num_blocks_held=blocks.num_blocks_held.at[order].add(num_new - copies),
     )
     counters = dataclasses.replace(
-        state.counters, num_evictions=state.counters.num_evictions + num_evicted
+        state.counters,
+        num_evictions=state.counters.num_evictions + num_evicted,
+        num_block_copies=state.counters.num_block_copies + copies.sum(dtype=jnp.int32),
     )
-    return dataclasses.replace(state, blocks=blocks, prefix=prefix, counters=counters)
+    state = dataclasses.replace(state, blocks=blocks, prefix=prefix, counters=counters)
+    if not config.enable_forks:
+        return state
+    pool = when(
+        config.use_cond,
+        copies.any(),
+        lambda p: release(p, prefix.slot, state.step, copied),
+        pool_of(state),
+    )
+    return with_pool(state, pool)

@@ -77,6 +77,7 @@ class SequenceTable:
     num_cached_blocks: jax.Array  #: leading blocks of the row that are in the prefix index
     chain_broken: jax.Array  #: [S] bool: a hash collision; later blocks of the row stay uncached
     running_hash: jax.Array  #: [S] uint32: prefix sum of token hashes over all `num_tokens`
+    group: jax.Array  #: rows of equal group have equal prompts and share them; NULL: alone
     salt: jax.Array  #: [S] uint32: only requests of equal salt share blocks
     seed: jax.Array  #: [S] uint32
     temperature: jax.Array  #: [S] float32; 0 is greedy
@@ -133,7 +134,8 @@ class Counters:
     num_evictions: jax.Array
     num_block_copies: jax.Array
     num_hit_tokens: jax.Array
-    num_prompt_tokens: jax.Array  #: prompt tokens of admitted rows, hits included
+    num_prompt_tokens: jax.Array  #: prompt tokens of admitted rows, hits included, forks not
+    num_forked_tokens: jax.Array  #: tokens that admitted rows took from a member of their group
     num_ref_errors: jax.Array  #: releases that went below zero: always 0, or the state is corrupt
 
 
@@ -177,8 +179,8 @@ class Plan:
     token_ids: jax.Array  #: [T] int32, 0 in padding
     positions: jax.Array  #: [T] int32, 0 in padding
     slot_mapping: jax.Array  #: [T] int32: block * B + offset; NULL in padding
-    copy_src: jax.Array  #: [A] int32: blocks to copy before the forward pass
-    copy_dst: jax.Array  #: [A] int32: all sources are read before any destination is written
+    copy_src: jax.Array  #: [A or A + R] int32: blocks to copy before the forward pass
+    copy_dst: jax.Array  #: like copy_src: all sources are read before any destination is written
 
 
 @pytree
@@ -228,6 +230,7 @@ def init_scheduler(config: SchedulerConfig) -> SchedulerState:
             ).split()
         },
         chain_broken=zeros(s, dtype=bool),
+        group=null(s),
         **{name: zeros(s, dtype=jnp.uint32) for name in ("running_hash", "salt", "seed")},
         **{name: zeros(s, dtype=jnp.float32) for name in ("temperature", "top_p", "min_p")},
         num_logprobs=jnp.full(s, -1, jnp.int32),

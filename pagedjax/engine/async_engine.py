@@ -153,7 +153,8 @@ class AsyncEngine:
         """
         request_id = self.new_id() if request_id is None else request_id
         (stream,) = await self.generate_many(
-            lambda: [self.engine.prepare(request_id, prompt, params, **options)], count=1
+            lambda: [self.engine.prepare(request_id, prompt, params, **options)],
+            count=1 if params is None else params.num_samples,
         )
         return stream
 
@@ -171,7 +172,7 @@ class AsyncEngine:
         Args:
           prepare: makes the requests (`Engine.prepare`), in a thread where it holds up nobody.
             Whatever it raises comes out here. It is not called when the queue has no room.
-          count: how many they will be.
+          count: how many outputs they will have, all together.
         """
         self.start()
         loop = asyncio.get_running_loop()

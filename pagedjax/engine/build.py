@@ -98,6 +98,8 @@ def scheduler_config(config: EngineConfig, *, platform: str) -> SchedulerConfig:
         ),
         max_passed_over=config.max_passed_over,
         time_slice_tokens=config.time_slice_tokens,
+        # In the baselines a request's samples run as requests of their own.
+        enable_forks=config.batching == "continuous" and config.kv_cache == "paged",
         # A GPU prefers one straight line of kernels to branches, and scatters are cheap there.
         use_cond=on_cpu,
         max_retirements=min(16, config.table_rows) if on_cpu else config.table_rows,

@@ -18,6 +18,7 @@ from pagedjax.engine.event_log import open_event_log
 from pagedjax.engine.intake import Intake
 from pagedjax.engine.request import Request
 from pagedjax.engine.rows import RequestState, RowBook
+from pagedjax.engine.samples import Gatherer
 from pagedjax.engine.snapshot import Snapshots
 from pagedjax.engine.stats import EngineStats, StatsKeeper
 from pagedjax.outputs import RequestOutput
@@ -87,6 +88,7 @@ class Engine:
         self._in_flight: deque[_Launched] = deque()
         self._unread: list[RequestOutput] = []
         self._rows = RowBook(sizes)
+        self._gatherer = Gatherer()
         self._intake = Intake(
             config,
             sizes,
@@ -158,8 +160,8 @@ class Engine:
         self._intake.submit(requests)
 
     def check_room(self, count: int, *, reserved: int = 0) -> None:
-        """Raise `QueueFullError` unless `submit` would take so many requests now, beside some that
-        are to come before them."""
+        """Raise `QueueFullError` unless `submit` would take so many outputs to generate now, beside
+        some that are to come before them."""
         self._intake.check_room(count, reserved=reserved)
 
     def abort(self, request: Request | str) -> None:
@@ -185,7 +187,7 @@ class Engine:
         return self._intake.is_in_use(request_id)
 
     def num_free_places(self) -> int:
-        """Requests that `add_request` would take now."""
+        """Outputs to generate (of one request or several) that `add_request` would take now."""
         return self._intake.num_free_places()
 
     def has_work(self) -> bool:
@@ -267,8 +269,11 @@ class Engine:
         Raises:
           OSError: it could not be written; a file that was there is unharmed. What came out of the
             steps comes from the next `step` then.
+          RuntimeError: a request for several outputs is going on; those cannot be saved yet.
         """
         self._unread = self.settle()
+        if self._intake.has_groups():
+            raise RuntimeError("a request with n > 1 is going on, which save cannot write yet")
         queue, num_seeds_drawn = self._intake.saved()
         self._snapshots.save(
             Path(path),
@@ -316,9 +321,10 @@ class Engine:
         for request in ended:
             self._rows.let_go(request)
             try:
-                outputs.append(request.end("abort"))
+                delta = request.end("abort")
             except Exception as error:  # held text that does not decode harms nobody else
-                outputs.append(request.fail(f"{type(error).__name__}: {error}"))
+                delta = request.fail(f"{type(error).__name__}: {error}")
+            outputs.append((request, delta))
             self._stats.finished(request.finish_reason, request, self._clock())
         mask = self._rows.take_rows_to_end()
         if mask is not None:
@@ -329,7 +335,7 @@ class Engine:
                 request.prompt_token_ids,
                 request.device_params(self._sizes.max_stop_token_ids),
             )
-        return outputs
+        return self._gatherer.gather(outputs)
 
     def _launch(self) -> bool:
         """Start the next step if, as far as the host can tell, it has something to compute."""
@@ -351,12 +357,12 @@ class Engine:
         for row, request in self._rows.update(output, launched.step, launched.num_tokens):
             delta = self._advance(request, row, output, now)
             if delta is not None:
-                deltas.append(delta)
+                deltas.append((request, delta))
         self._stats.stepped(output, launched.num_tokens)
-        return deltas
+        return self._gatherer.gather(deltas)
 
     def _advance(self, request: Request, row: int, output, now: float) -> RequestOutput | None:
-        """What one row's part of an output means for its request."""
+        """What one row's part of an output means for its request (one sample of it)."""
         if request.num_cached_tokens is None and output.status[row] != Status.WAITING:
             request.num_cached_tokens = int(output.num_hit_tokens[row])
         finished = output.status[row] == Status.FINISHED
@@ -372,9 +378,10 @@ class Engine:
                 return None
         except Exception as error:  # the host's part of one request must not harm the others
             delta = request.fail(f"{type(error).__name__}: {error}")
-        if delta.finished:
+        if request.finish_reason is not None:
             self._rows.let_go(request, ended_on_device=bool(finished))
-            self._intake.forget(request)
+            if request.finished:
+                self._intake.forget(request)
             self._stats.finished(request.finish_reason, request, now)
         return delta
 

@@ -2,12 +2,13 @@
 
 Steps are launched before the output of the one before has been read. To choose a bucket the host
 therefore plays the scheduler's rule forward: the same order, the same budget, the same growth by
-one token. Three things it cannot know: stop tokens, what admission finds in the prefix cache
+one token; rows that wait for another's prompt start when that is computed. Three things it cannot
+know: stop tokens, what admission finds in the prefix cache
 (`pagedjax.engine.prefix_forecast` estimates it), and preemption. A wrong guess costs padding or a
 delay of a step, never a wrong token, and the next output sets it right.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -47,6 +48,36 @@ class Rows:
     unseen: np.ndarray
     num_available_blocks: int
     admitting: bool
+    prompt: np.ndarray | None = None
+    group: np.ndarray | None = None
+    """int, [n] like prompt: tokens of the prompt, which rows of one group share; -1 is alone. None:
+    no row shares."""
+
+    def select(self, keep: np.ndarray) -> "Rows":
+        """Some of the rows, by mask or by index."""
+        arrays = {
+            field.name: value[keep]
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), np.ndarray)
+        }
+        return replace(self, **arrays)
+
+
+def share_prompts(rows: Rows) -> tuple[Rows, np.ndarray]:
+    """Rows whose prompt another one has computed start behind it, those whose prompt another one is
+    to compute wait; -> (rows, held [n] bool: the ones that wait)."""
+    held = np.zeros(len(rows.running), bool)
+    if rows.group is None or not (rows.group >= 0).any():
+        return rows, held
+    grouped = rows.group >= 0
+    has_prompt = rows.running & (rows.computed >= rows.prompt - 1) & grouped
+    ready = grouped & ~rows.running & np.isin(rows.group, rows.group[has_prompt])
+    common = np.minimum(rows.prompt, rows.total - 1)
+    first = np.zeros(len(held), bool)
+    first[np.unique(rows.group, return_index=True)[1]] = True
+    held = grouped & ~rows.running & ~ready & ~first
+    computed = np.where(ready, np.maximum(rows.computed, common), rows.computed)
+    return replace(rows, computed=computed), held
 
 
 def grants(rows: Rows, num_tokens: int, sizes: Sizes) -> np.ndarray:
@@ -58,25 +89,28 @@ def grants(rows: Rows, num_tokens: int, sizes: Sizes) -> np.ndarray:
 
 def advance(rows: Rows, num_tokens: int, sizes: Sizes) -> Rows:
     """The rows after a step of this budget; those that reach their length are gone."""
+    rows, _ = share_prompts(rows)
     grant = grants(rows, num_tokens, sizes)
     computed = rows.computed + grant
     sampled = (grant > 0) & (computed == rows.total)
     total = rows.total + sampled
     stay = total < rows.most
     running = rows.running | (grant > 0)
-    used = _new_blocks(rows.running, rows.computed, computed, rows.total, sizes)[running].sum()
+    # A row that starts inside a block gets a copy of it.
+    start = rows.computed // sizes.block_size * sizes.block_size
+    before = np.where(rows.running | (grant == 0), rows.computed, start)
+    used = _new_blocks(rows.running, before, computed, rows.total, sizes)[running].sum()
     if sizes.kv_cache == "none":
         computed = np.where(sampled, 0, computed)
     return replace(
         rows,
-        running=running[stay],
-        total=total[stay],
-        computed=computed[stay],
-        most=rows.most[stay],
-        unseen=np.maximum(rows.unseen - 1, 0)[stay],
+        running=running,
+        total=total,
+        computed=computed,
+        unseen=np.maximum(rows.unseen - 1, 0),
         num_available_blocks=rows.num_available_blocks - int(used),
         admitting=rows.admitting and not (sizes.batching == "static" and sampled.any()),
-    )
+    ).select(stay)
 
 
 def demand(rows: Rows, sizes: Sizes) -> tuple[int, int]:
@@ -84,6 +118,7 @@ def demand(rows: Rows, sizes: Sizes) -> tuple[int, int]:
 
     Waiting rows count as far as they can be admitted: places, admissions a step, free blocks.
     """
+    rows, _ = share_prompts(rows)
     left = rows.total - rows.computed
     decoding = rows.running & (left == 1)
     running_prefill = int(left[rows.running & ~decoding].sum())
@@ -102,9 +137,10 @@ def _candidates(rows: Rows, num_tokens: int, sizes: Sizes) -> np.ndarray:
     num_running = int(rows.running.sum())
     if not rows.admitting and num_running:
         return np.zeros(len(rows.running), bool)
-    rank = np.arange(len(rows.running))
+    ready = ~rows.running & ~share_prompts(rows)[1]
+    rank = np.where(ready, num_running + np.cumsum(ready) - 1, len(rows.running) + num_running)
     end = min(num_running + sizes.max_admissions, sizes.max_num_seqs, max(num_tokens, 1))
-    candidates = ~rows.running & (rank < end) & (rows.unseen == 0)
+    candidates = ready & (rank < end) & (rows.unseen == 0)
     # As in the core: all that is known of a row must fit, or it waits and those behind it too.
     # Cached blocks are taken to be held by somebody; those that are not cost one each.
     whole = -(-rows.total // sizes.block_size) - rows.computed // sizes.block_size

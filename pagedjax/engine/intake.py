@@ -9,6 +9,7 @@ import numpy as np
 
 from pagedjax.config import EngineConfig
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.state import NULL
 from pagedjax.engine.errors import InvalidRequestError, QueueFullError
 from pagedjax.engine.request import Request, check_length, check_priority, check_request
 from pagedjax.engine.rows import RowBook
@@ -52,6 +53,7 @@ class Intake:
         self._requests: dict[str, Request] = {}
         self._aborts: deque[Request] = deque()
         self._num_seeds_drawn = 0
+        self._num_groups = 0
         self._num_refused = 0
 
     # -- any thread ------------------------------------------------------------------------------
@@ -84,7 +86,12 @@ class Intake:
             tokenizer=self._tokenizer,
             eos_token_ids=self._eos_token_ids,
         )
-        request.arrival_time_s = arrival_time_s
+        with self._lock:
+            self._num_groups += 1
+            group = self._num_groups % NULL
+        request.fan_out(group)
+        for sample in request.samples:
+            sample.arrival_time_s = arrival_time_s
         return request
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -104,18 +111,19 @@ class Intake:
                         param="request_id",
                     )
                 new[request.request_id] = request
-            self._check_room(len(requests))
+            samples = [sample for request in requests for sample in request.samples]
+            self._check_room(len(samples))
             self._requests |= new
-            self._queue += requests
+            self._queue += samples
 
     def check_room(self, count: int, *, reserved: int = 0) -> None:
-        """Raise `QueueFullError` unless `submit` would take so many requests now, beside some that
-        are to come before them."""
+        """Raise `QueueFullError` unless `submit` would take so many outputs to generate now, beside
+        some that are to come before them."""
         with self._lock:
             self._check_room(count, reserved)
 
     def num_free_places(self) -> int:
-        """Requests that `submit` would take now."""
+        """Outputs to generate (of one request or several) that `submit` would take now."""
         with self._lock:
             return self._room()
 
@@ -174,6 +182,7 @@ class Intake:
             max_pool_tokens=self._max_pool_tokens,
             max_logprobs=self._sizes.max_logprobs,
             max_stop_token_ids=self._sizes.max_stop_token_ids,
+            num_rows=self._sizes.num_rows,
         )
 
     # -- the engine's thread ---------------------------------------------------------------------
@@ -182,7 +191,7 @@ class Intake:
         """What happens before the next step: queued requests go into free rows of the book.
 
         Returns:
-          (requests that were aborted, (row, request) of those that were placed).
+          (samples that were aborted, (row, sample) of those that were placed).
         """
         ended = []
         with self._lock:
@@ -190,7 +199,7 @@ class Intake:
                 request = self._aborts.popleft()
                 if self._is_live(request):
                     del self._requests[request.request_id]
-                    ended.append(request)
+                    ended += [s for s in request.samples if s.finish_reason is None]
             if ended:
                 gone = set(map(id, ended))
                 self._queue = deque(r for r in self._queue if id(r) not in gone)
@@ -203,6 +212,11 @@ class Intake:
         """The request has ended; its id is free."""
         with self._lock:
             self._requests.pop(request.request_id, None)
+
+    def has_groups(self) -> bool:
+        """Whether a request for several outputs has not ended."""
+        with self._lock:
+            return any(len(request.samples) > 1 for request in self._requests.values())
 
     def saved(self) -> tuple[list[Request], int]:
         """(the queue, seeds drawn so far), for a snapshot."""

@@ -9,7 +9,7 @@ from pagedjax.core.requests import RequestParams
 from pagedjax.core.state import NULL
 from pagedjax.engine.errors import InvalidRequestError
 from pagedjax.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling_params import SamplingParams, derived_seed
 from pagedjax.tokenizers import IncrementalDetokenizer, StopChecker, Tokenizer
 
 MAX_STOP_STRINGS = 64
@@ -19,7 +19,14 @@ MAX_STOP_STRINGS = 64
 class Request:
     """One request from its arrival to its end. Not thread-safe: the engine's thread drives it.
 
+    Of a request for several outputs there is one of these for each, a *sample*, in a row of its
+    own. The first one leads the others: it is the one that is aborted and has an entry in the
+    engine's book, and the others' deltas say `finished` when all samples have ended.
+
     Attributes:
+      index: which of the outputs it is.
+      samples: all of them, itself included; shared by all of them.
+      group: number that the rows of its samples have in common, NULL for a single one.
       max_total_tokens: prompt and output tokens together at most.
       num_output_tokens: tokens so far.
       num_cached_tokens: prompt tokens found in the prefix cache; None before the first step.
@@ -37,8 +44,12 @@ class Request:
         max_total_tokens: int,
         tokenizer: Tokenizer,
         eos_token_ids: Sequence[int],
+        index: int = 0,
     ) -> None:
         self.request_id = request_id
+        self.index = index
+        self.samples: list[Request] = [self]
+        self.group = int(NULL)
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
@@ -65,6 +76,47 @@ class Request:
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
+
+    def fan_out(self, group: int) -> None:
+        """Make its other samples, if it is a request for several.
+
+        Args:
+          group: a number that no other live request has.
+        """
+        count = self.params.num_samples
+        if count == 1:
+            return
+        self.group = group
+        for index in range(1, count):
+            sample = Request(
+                self.request_id,
+                self.prompt,
+                self.prompt_token_ids,
+                self.params,
+                seed=derived_seed(self.seed, index),
+                max_total_tokens=self.max_total_tokens,
+                tokenizer=self._tokenizer,
+                eos_token_ids=tuple(self._eos_token_ids),
+                index=index,
+            )
+            sample.group = group
+            sample.samples = self.samples
+            self.samples.append(sample)
+
+    @property
+    def leader(self) -> "Request":
+        """The first sample."""
+        return self.samples[0]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all samples have ended."""
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    @property
+    def needs_logprob(self) -> bool:
+        """Whether its tokens' log-probabilities are looked at: asked for, or to pick the best."""
+        return self.params.logprobs is not None or len(self.samples) > self.params.n
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -113,8 +165,9 @@ class Request:
         elif last:
             self.finish_reason = "length"
         logprobs = None
-        if self.params.logprobs is not None:
+        if self.needs_logprob:
             self._cumulative_logprob += logprob
+        if self.params.logprobs is not None:
             logprobs = [self._logprobs(token_id, logprob, top_token_ids, top_logprobs)]
         return self._output(text, [token_id], logprobs, stop_reason)
 
@@ -158,6 +211,7 @@ class Request:
 
     def _output(self, text, token_ids, logprobs, stop_reason, error=None) -> RequestOutput:
         completion = CompletionOutput(
+            index=self.index,
             text=text,
             token_ids=token_ids,
             cumulative_logprob=(None if self.params.logprobs is None else self._cumulative_logprob),
@@ -170,8 +224,8 @@ class Request:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[completion],
-            finished=self.finish_reason is not None,
-            num_cached_tokens=self.num_cached_tokens,
+            finished=self.finished,
+            num_cached_tokens=self.leader.num_cached_tokens,
             error=error,
         )
 
@@ -180,6 +234,9 @@ class Request:
         params = self.params
         stop_ids = np.full(max_stop_token_ids, NULL, np.int32)
         wanted = stop_token_ids(params, self._eos_token_ids)
+        num_logprobs = (
+            (0 if self.needs_logprob else -1) if params.logprobs is None else (params.logprobs)
+        )
         stop_ids[: len(wanted)] = wanted
         return RequestParams(
             max_total_tokens=np.int32(self.max_total_tokens),
@@ -190,9 +247,10 @@ class Request:
             top_p=np.float32(params.top_p),
             min_p=np.float32(params.min_p),
             seed=np.uint32(self.seed),
-            num_logprobs=np.int32(-1 if params.logprobs is None else params.logprobs),
+            num_logprobs=np.int32(num_logprobs),
             salt=np.uint32(0),
             priority=np.int32(params.priority),
+            group=np.int32(self.group),
         )
 
 
@@ -214,6 +272,7 @@ def check_request(
     max_pool_tokens: int,
     max_logprobs: int,
     max_stop_token_ids: int,
+    num_rows: int,
 ) -> int:
     """Refuse what can never be served; -> prompt and output tokens at most.
 
@@ -231,6 +290,11 @@ def check_request(
             f"({limit_name})",
             param="max_tokens",
             code="context_length_exceeded",
+        )
+    if params.num_samples > num_rows:
+        name = "n" if params.best_of is None else "best_of"
+        raise InvalidRequestError(
+            f"{name} must be at most {num_rows} (num_rows), got {params.num_samples}", param=name
         )
     if params.logprobs is not None and params.logprobs > max_logprobs:
         raise InvalidRequestError(

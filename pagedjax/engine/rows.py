@@ -7,8 +7,15 @@ from typing import Any, Literal
 import numpy as np
 
 from pagedjax.core.config import SchedulerConfig
-from pagedjax.core.state import Status
-from pagedjax.engine.forecast import Rows, Sizes, advance, demand, num_spare_blocks
+from pagedjax.core.state import NULL, Status
+from pagedjax.engine.forecast import (
+    Rows,
+    Sizes,
+    advance,
+    demand,
+    num_spare_blocks,
+    share_prompts,
+)
 from pagedjax.engine.prefix_forecast import PrefixForecast
 from pagedjax.engine.request import Request
 
@@ -75,6 +82,7 @@ class RowBook:
         self._num_prompt = np.zeros(s, np.int64)
         self._priority = np.zeros(s, np.int64)
         self._turn = np.zeros(s, np.int64)  # round robin: as in the core
+        self._group = np.full(s, -1, np.int64)
         self._num_prompt_blocks = np.zeros(s, np.int64)
         self._num_remembered = np.zeros(s, np.int64)
         self._chains: list[list[int]] = [[] for _ in range(s)]
@@ -116,6 +124,7 @@ class RowBook:
         self._most[row] = request.max_total_tokens
         self._priority[row] = request.params.priority
         self._turn[row] = 0
+        self._group[row] = -1 if request.group == NULL else request.group
         if self._prefix is not None:
             self._chains[row] = self._prefix.chain(request.prompt_token_ids)
             self._num_prompt_blocks[row] = len(self._chains[row])
@@ -186,7 +195,10 @@ class RowBook:
             ),
             num_available_blocks=self._num_available,
             admitting=True,
+            prompt=self._num_prompt[live],
+            group=self._group[live],
         )
+        rows, _ = share_prompts(rows)
         blocked = self._is_blocked(self._head(live, rows))
         return replace(rows, admitting=not (blocked or self._batch_is_closed()))
 
@@ -201,12 +213,18 @@ class RowBook:
     def _head(self, live: np.ndarray, rows: Rows) -> tuple[int, int] | None:
         """(arrival, means) of the oldest waiting row: the blocks to spare and those of its prompt
         that are cached. As in the core, a head that did not fit waits until it has more of them."""
-        waiting = np.flatnonzero(~rows.running)
+        waiting = np.flatnonzero(~rows.running & ~share_prompts(rows)[1])
         if not len(waiting):
             return None
         cached = int(rows.computed[waiting[0]]) // self._sizes.block_size
         means = num_spare_blocks(rows, self._sizes) + cached
         return int(self._arrival[live[waiting[0]]]), means
+
+    def _num_held(self) -> int:
+        """Rows that wait for another row's prompt, as far as is known."""
+        if not (self._live & (self._group >= 0)).any():
+            return 0
+        return int(share_prompts(self._as_rows(self._live_in_order()))[1].sum())
 
     def _is_blocked(self, head: tuple[int, int] | None) -> bool:
         if head is None or self._blocked is None:
@@ -226,6 +244,7 @@ class RowBook:
         """Take in the output of a step; -> the rows it concerns, with their requests."""
         known = self._taken & (self._first_step <= step)
         status = output.status
+        num_held = self._num_held()
         was_waiting = known & self._live & ~self._running
         steps_back = known & self._running & (status == Status.WAITING)
         self._turn[steps_back] = self._num_arrived
@@ -238,7 +257,7 @@ class RowBook:
         preempted = int(output.counters.num_preemptions) != self._num_preemptions
         self._num_preemptions = int(output.counters.num_preemptions)
         did_not_fit = (
-            int(output.num_waiting) > 0
+            int(output.num_waiting) > num_held  # those that were held back were not tried
             and int(output.num_scheduled_tokens) < num_tokens
             and int(output.num_running) < self._sizes.max_num_seqs
             and num_admitted < self._sizes.max_admissions

@@ -14,7 +14,7 @@ class EngineStats:
       prompt_tokens, cached_tokens: of started requests; cached ones were found in the prefix cache.
       output_tokens, steps, preemptions: totals.
       computed_tokens, padded_tokens: tokens of all steps, and the size of all buckets.
-      finished: requests by `finish_reason`.
+      finished: outputs by `finish_reason`; a request may be for several.
       refused: requests that found the queue full.
       time_to_first_token, time_per_token, request_time: histograms, seconds.
     """
@@ -87,8 +87,9 @@ class StatsKeeper:
         if request.first_token_time_s is None:
             request.first_token_time_s = now
             self._first.add(now - request.arrival_time_s)
-            self._prompt += len(request.prompt_token_ids)
-            self._cached += request.num_cached_tokens or 0
+            if request.index == 0:  # the others share its prompt
+                self._prompt += len(request.prompt_token_ids)
+                self._cached += request.num_cached_tokens or 0
         else:
             self._next.add(now - request.last_token_time_s)
         request.last_token_time_s = now

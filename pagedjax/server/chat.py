@@ -2,12 +2,12 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from pagedjax.engine import AsyncEngine
 from pagedjax.engine.async_engine import OutputStream
-from pagedjax.outputs import Logprob, RequestOutput, TokenLogprobs
+from pagedjax.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from pagedjax.server.errors import ApiError
 from pagedjax.server.protocol import ChatCompletionRequest
 from pagedjax.server.results import Result, Results, opening
@@ -76,40 +76,54 @@ class ChatHandler:
         (output,) = outputs
         usage = Usage()
         usage.add(0, output)
-        completion = output.outputs[0]
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            "logprobs": self._logprobs(completion.token_ids, completion.logprobs),
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-        }
-        return self._envelope("chat.completion", [choice], usage.body())
+        choices = [
+            {
+                "index": completion.index,
+                "message": {"role": "assistant", "content": completion.text, "refusal": None},
+                "logprobs": self._logprobs(completion.token_ids, completion.logprobs),
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+            }
+            for completion in output.outputs
+        ]
+        return self._envelope("chat.completion", choices, usage.body())
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer piece by piece: the role, the text, the reason why it ended."""
-        yield self._chunk({"role": "assistant", "content": ""})
+        for index in range(self._params.n):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
         usage = Usage()
-        async for index, delta in merge(self.streams):
-            usage.add(index, delta)
-            completion = delta.outputs[0]
-            if completion.text or completion.logprobs:
-                logprobs = self._logprobs(completion.token_ids, completion.logprobs)
-                yield self._chunk({"content": completion.text}, logprobs=logprobs)
-            if completion.finish_reason:
-                yield self._chunk(
-                    {},
-                    finish_reason=completion.finish_reason,
-                    stop_reason=completion.stop_reason,
-                )
+        async for place, delta in merge(self.streams):
+            usage.add(place, delta)
+            for completion in delta.outputs:
+                for chunk in self._news(completion):
+                    yield chunk
         if self._body.include_usage:
             yield self._envelope("chat.completion.chunk", [], usage.body())
 
+    def _news(self, completion: CompletionOutput) -> Iterator[dict[str, Any]]:
+        """What is new of one choice: text, then the reason why it ended."""
+        if completion.text or completion.logprobs:
+            logprobs = self._logprobs(completion.token_ids, completion.logprobs)
+            yield self._chunk(completion.index, {"content": completion.text}, logprobs=logprobs)
+        if completion.finish_reason:
+            yield self._chunk(
+                completion.index,
+                {},
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
+            )
+
     def _chunk(
-        self, delta: dict[str, Any], logprobs: Any = None, finish_reason=None, stop_reason=None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: Any = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
     ) -> dict[str, Any]:
         choice = {
-            "index": 0,
+            "index": index,
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": finish_reason,

@@ -71,27 +71,32 @@ class CompletionHandler:
     def render(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer that the engine's outputs amount to."""
         usage, choices = Usage(), []
-        for index, output in enumerate(outputs):
-            usage.add(index, output)
-            choices.append(self._choice(index, output, first=True))
+        for place, output in enumerate(outputs):
+            usage.add(place, output)
+            for completion in output.outputs:
+                choices.append(self._choice(place, output, completion, first=True))
         return {**self._head, "choices": choices, "usage": usage.body()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer piece by piece."""
         usage, started = Usage(), set()
         extra = {"usage": None} if self._body.include_usage else {}
-        async for index, delta in merge(self.streams):
-            usage.add(index, delta)
-            first = index not in started
-            started.add(index)
-            if _is_news(delta.outputs[0]) or (first and self._body.echo):
-                choice = self._choice(index, delta, first=first)
-                yield {**self._head, "choices": [choice], **extra}
+        async for place, delta in merge(self.streams):
+            usage.add(place, delta)
+            for completion in delta.outputs:
+                first = (place, completion.index) not in started
+                started.add((place, completion.index))
+                if _is_news(completion) or (first and self._body.echo):
+                    choice = self._choice(place, delta, completion, first=first)
+                    yield {**self._head, "choices": [choice], **extra}
         if self._body.include_usage:
             yield {**self._head, "choices": [], "usage": usage.body()}
 
-    def _choice(self, index: int, output: RequestOutput, *, first: bool) -> dict[str, Any]:
-        completion = output.outputs[0]
+    def _choice(
+        self, place: int, output: RequestOutput, completion: CompletionOutput, *, first: bool
+    ) -> dict[str, Any]:
+        """One choice; they are numbered through, the first prompt's before the second's."""
+        index = place * self._params.n + completion.index
         text = completion.text
         if self._body.echo and first:
             prompt = output.prompt

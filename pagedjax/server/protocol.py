@@ -22,8 +22,6 @@ from pagedjax.server.errors import UNKNOWN_FIELD, ApiError
 
 # Values of fields that are not implemented, but mean what happens anyway.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
@@ -97,6 +95,7 @@ class _Request(_Strict):
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
+    n: int | None = None
     max_tokens: int | None = None
     stop: str | Texts | None = None
     seed: int | None = None
@@ -115,7 +114,6 @@ class _Request(_Strict):
     request_id: RequestId | None = None
     priority: int | None = None
     # OpenAI's that are not implemented
-    n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
@@ -139,7 +137,7 @@ class _Request(_Strict):
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Sampling parameters; what is left out keeps OpenAI's default, which is ours."""
         names = (
-            "temperature top_p seed stop top_k min_p min_tokens ignore_eos stop_token_ids "
+            "n temperature top_p seed stop top_k min_p min_tokens ignore_eos stop_token_ids "
             "skip_special_tokens include_stop_str_in_output priority"
         ).split()
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -181,6 +179,14 @@ class CompletionRequest(_Request):
     def check(self) -> None:
         """See `_Request.check`."""
         super().check()
+        n = 1 if self.n is None else self.n
+        if self.stream and self.best_of is not None and self.best_of != n:
+            raise ApiError(
+                400,
+                f"best_of must be {n} (n) when streaming, got {self.best_of}: which outputs are "
+                "the best is known at the end",
+                param="best_of",
+            )
         if self.echo and self.logprobs is not None:
             raise ApiError(
                 400,
@@ -200,7 +206,9 @@ class CompletionRequest(_Request):
     def to_params(self) -> SamplingParams:
         """Sampling parameters; 16 tokens by default, as OpenAI does."""
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
-        return self.sampling_params(max_tokens=max_tokens, logprobs=self.logprobs)
+        return self.sampling_params(
+            max_tokens=max_tokens, logprobs=self.logprobs, best_of=self.best_of
+        )
 
 
 class Message(BaseModel):

@@ -8,7 +8,7 @@ from typing import Any
 from pagedjax.engine import AsyncEngine
 from pagedjax.engine.async_engine import OutputStream
 from pagedjax.engine.request import Request
-from pagedjax.outputs import CompletionOutput, RequestOutput
+from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.server.errors import ApiError, as_api_error
 
@@ -28,7 +28,8 @@ async def submit(
 ) -> list[OutputStream]:
     """Queue all prompts of one HTTP request, or none.
 
-    More than could ever wait at once is refused for good; more than there is room for now is not.
+    More outputs than could ever wait at once are refused for good; more than there is room for now
+    are not.
 
     Args:
       make_prompts: gives `count` prompts; called in a thread, so it may take long.
@@ -36,12 +37,16 @@ async def submit(
     """
     config = engine.engine.config
     most = config.max_queue_size + config.table_rows
-    if count > most:
+    num_samples = count * params.num_samples
+    if num_samples > most:
+        what = f"{count} prompts"
+        if params.num_samples > 1:
+            what += f", and {params.num_samples} outputs are to be generated for each"
         raise ApiError(
             400,
-            f"prompt holds {count} prompts; one request may hold at most {most} "
+            f"prompt holds {what}; one request may hold at most {most} "
             "(max_queue_size and the rows of the request table)",
-            param="prompt",
+            param="prompt" if count > most else "n",
         )
 
     def prepare() -> list[Request]:
@@ -50,7 +55,7 @@ async def submit(
             for name, prompt in zip(engine_ids(request_id, count), make_prompts(), strict=True)
         ]
 
-    return await engine.generate_many(prepare, count=count)
+    return await engine.generate_many(prepare, count=num_samples)
 
 
 def engine_ids(request_id: str, count: int) -> list[str]:
@@ -106,10 +111,10 @@ async def _merge_many(streams):
 
 
 def _checked(delta: RequestOutput) -> RequestOutput:
-    reason = delta.outputs[0].finish_reason
-    if reason == "error":
+    reasons = {output.finish_reason for output in delta.outputs}
+    if "error" in reasons:
         raise ApiError(500, delta.error or "the request failed", code="generation_error")
-    if reason == "abort":
+    if "abort" in reasons:
         raise ApiError(503, "the request was aborted by the server", code="aborted")
     return delta
 
@@ -140,7 +145,7 @@ async def _gather(streams: Sequence[OutputStream]) -> list[RequestOutput]:
                 request_id=delta.request_id,
                 prompt=delta.prompt,
                 prompt_token_ids=delta.prompt_token_ids,
-                outputs=[CompletionOutput()],
+                outputs=[],
             )
         results[index].add(delta)
     return results
@@ -184,7 +189,7 @@ class Usage:
         """Count a delta, or a whole output, of the prompt at this place."""
         self._prompt[index] = len(output.prompt_token_ids)
         self._cached[index] = output.num_cached_tokens or 0
-        self._output += len(output.outputs[0].token_ids)
+        self._output += sum(len(completion.token_ids) for completion in output.outputs)
 
     def body(self) -> dict[str, Any]:
         """OpenAI's usage object."""

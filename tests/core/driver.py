@@ -35,16 +35,16 @@ def prefix_hashes(tokens, salt=0):
     return out
 
 
-def next_token(prefix_hash, alphabet=ALPHABET):
-    """The "model": the next token depends on the prefix alone."""
-    return int((prefix_hash * 0x9E3779B97F4A7C15 >> 17) % alphabet)
+def next_token(prefix_hash, alphabet=ALPHABET, seed=0):
+    """The "model": the next token depends on the prefix, and on the request's seed, alone."""
+    return int(((prefix_hash + seed * 7919) * 0x9E3779B97F4A7C15 >> 17) % alphabet)
 
 
-def expected_output(prompt, salt, max_total, stop=True, alphabet=ALPHABET):
+def expected_output(prompt, salt, max_total, stop=True, alphabet=ALPHABET, seed=0):
     """All tokens of a request computed alone."""
     tokens = list(prompt)
     while len(tokens) < max_total:
-        tokens.append(next_token(prefix_hashes(tokens, salt)[-1], alphabet))
+        tokens.append(next_token(prefix_hashes(tokens, salt)[-1], alphabet, seed))
         if stop and tokens[-1] == STOP_TOKEN:
             break
     return tokens
@@ -67,6 +67,7 @@ def make_params(config, max_total, *, salt=0, stop=True, **changes):
         "num_logprobs": np.int32(-1),
         "salt": np.uint32(salt),
         "priority": np.int32(0),
+        "group": NULL,
     }
     return RequestParams(**{**values, **changes})
 
@@ -108,6 +109,7 @@ class Request:
     max_total: int
     salt: int
     stop: bool
+    seed: int = 0
 
 
 class Driver:
@@ -141,16 +143,40 @@ class Driver:
         free = np.flatnonzero(np.asarray(self.state.rows.status) == Status.EMPTY)
         return [int(r) for r in free]
 
-    def add_request(self, prompt, max_total, *, salt=0, stop=True, row=None, priority=0):
+    def add_request(
+        self,
+        prompt,
+        max_total,
+        *,
+        salt=0,
+        stop=True,
+        row=None,
+        seed=0,
+        group=NULL,
+        priority=0,
+        **changes,
+    ):
         """Put a request into an empty row; returns the row."""
         row = self.empty_rows()[0] if row is None else row
         c = self.config
         padded = np.full(c.max_padded_len, 3, np.int32)
         padded[: len(prompt)] = prompt
-        params = make_params(c, max_total, salt=salt, stop=stop, priority=np.int32(priority))
+        own = {
+            "seed": np.uint32(seed),
+            "group": np.int32(group),
+            "priority": np.int32(priority),
+        }
+        params = make_params(c, max_total, salt=salt, stop=stop, **own, **changes)
         self.state = self.jit.add(self.state, np.int32(row), padded, np.int32(len(prompt)), params)
-        self.requests[row] = Request(list(map(int, prompt)), max_total, salt, stop)
+        self.requests[row] = Request(list(map(int, prompt)), max_total, salt, stop, seed)
         return row
+
+    def add_group(self, prompt, max_total, num, *, group, **options):
+        """`num` requests of one prompt and different seeds in empty rows; returns the rows."""
+        return [
+            self.add_request(prompt, max_total, seed=seed, group=group, **options)
+            for seed in range(num)
+        ]
 
     def abort_row(self, row):
         mask = np.zeros(self.config.num_rows, bool)
@@ -198,7 +224,7 @@ class Driver:
         token_ids, positions = np.asarray(plan.token_ids), np.asarray(plan.positions)
         tables = np.asarray(plan.block_tables)
         table_tokens = np.asarray(self.state.rows.token_ids)
-        salts = np.asarray(self.state.rows.salt)
+        salts, seeds = np.asarray(self.state.rows.salt), np.asarray(self.state.rows.seed)
         assert (slots[start_loc[num] :] == NULL).all(), "padding writes"
         out = np.full(c.max_step_rows(self.num_tokens), -7, np.int32)
         for r, row in enumerate(rows):
@@ -214,7 +240,7 @@ class Driver:
             at = np.arange(lens[r])
             context = self.kv[tables[r, at // b] * b + at % b]
             assert list(context) == hashes, f"row {row} reads memory that is not its own"
-            out[r] = next_token(hashes[-1], self.alphabet)
+            out[r] = next_token(hashes[-1], self.alphabet, int(seeds[row]))
         return out
 
     def _collect(self, output):
@@ -228,7 +254,12 @@ class Driver:
                 self.counts["errors"] += 1
                 continue
             want = expected_output(
-                request.prompt, request.salt, request.max_total, request.stop, self.alphabet
+                request.prompt,
+                request.salt,
+                request.max_total,
+                request.stop,
+                self.alphabet,
+                request.seed,
             )
             got = tokens[row, : lengths[row]].tolist()
             assert got == want, f"row {row} produced other tokens than alone"

@@ -12,6 +12,7 @@ from pagedjax.sampling_params import SamplingParams
 def test_defaults_are_vllms() -> None:
     assert dataclasses.asdict(SamplingParams()) == {
         "n": 1,
+        "best_of": None,
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
@@ -32,8 +33,10 @@ def test_defaults_are_vllms() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("n", 0, "must be 1"),
-        ("n", 2, "must be 1"),
+        ("n", 0, "[1, 2147483647]"),
+        ("n", 1.0, "[1, 2147483647]"),
+        ("best_of", 0, "[1, 2147483647] (at least n)"),
+        ("best_of", True, "[1, 2147483647] (at least n)"),
         ("temperature", -0.1, "[0, inf)"),
         ("temperature", math.inf, "[0, inf)"),
         ("temperature", math.nan, "[0, inf)"),
@@ -117,3 +120,17 @@ def test_seed_bits_keep_small_seeds_and_mix_large_ones() -> None:
     assert len(set(large)) == 100
     assert len({0, *negative}) == 99
     assert all(0 <= bits < 2**32 for bits in (*large, *negative))
+
+
+def test_several_outputs() -> None:
+    params = SamplingParams(n=3, best_of=5, seed=2**40 + 7)
+    assert params.num_samples == 5
+    assert SamplingParams(n=3).num_samples == 3
+    seeds = [params.sample_seed(i) for i in range(1000)]
+    assert seeds[0] == params.seed_bits
+    assert len(set(seeds)) == 1000
+    # A derived seed is a seed like any other.
+    assert all(SamplingParams(seed=seed).seed_bits == seed for seed in seeds)
+    assert SamplingParams(n=2).sample_seed(1) is None
+    with pytest.raises(ValueError, match=r"best_of must be .* in \[3, .*at least n.*got 2"):
+        SamplingParams(n=3, best_of=2)

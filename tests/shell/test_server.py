@@ -229,7 +229,8 @@ def test_seed(client):
     ("change", "status", "param", "words"),
     [
         ({"model": "gpt-4o"}, 404, "model", "does not exist"),
-        ({"n": 2}, 400, "n", "not supported"),
+        ({"n": 9}, 400, "n", "at most 8 (num_rows)"),
+        ({"n": 0}, 400, "n", "integer in [1"),
         ({"logit_bias": {"5": 1.0}}, 400, "logit_bias", "not supported"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
