@@ -96,7 +96,7 @@ class EngineConfig:
     """Which waiting request starts next. fcfs: first come, first served. priority: the lowest
     priority value first (a request says `priority`). round_robin: time slices, see
     time_slice_tokens. longest_prefix: the one with most of its prompt in the prefix cache.
-    module:function: a function of yours, see `pagedjax.core.policies`."""
+    module:function: a function of yours, see pagedjax.core.policies."""
 
     preemption_policy: str | None = None
     """Which running request steps back when blocks run out. newest: the latest arrival.
@@ -111,6 +111,11 @@ class EngineConfig:
     time_slice_tokens: int = 64
     """Tokens that a request produces before it yields its place to those that wait, under the
     scheduling policy round_robin."""
+
+    deterministic: bool = False
+    """Bit-exact mode: tokens and logprobs of a request are the same to the last bit alone or among
+    others, cold or from the cache, however its prompt is cut and whether it was preempted. Slower:
+    see docs/determinism.md."""
 
     max_logprobs: int = 20
     """Most top logprobs that one request may ask for."""

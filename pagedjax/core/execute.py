@@ -5,6 +5,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.state import NULL, Plan, SchedulerState
@@ -15,7 +16,8 @@ from pallas_kernels import copy_blocks
 class Model(Protocol):
     """What the engine needs of a model: a hashable object of pure functions.
 
-    `pagedjax.models.llama.LlamaModel` is one.
+    `pagedjax.models.llama.LlamaModel` is one. A model may also have `rows_at_once`, an int: logits
+    are then computed and sampled for so many rows at a time (the bit-exact mode).
     """
 
     num_layers: int
@@ -75,12 +77,47 @@ def execute(
     """
     k_pool, v_pool = copy_blocks(k_pool, v_pool, plan.copy_src, plan.copy_dst)
     k_pool, v_pool, hidden = model.forward(params, k_pool, v_pool, plan, plan.logit_index)
-    logits = model.compute_logits(params, hidden)
-    sampled = sample(logits, inputs, max_logprobs=config.max_logprobs)
+    sampled = _sample(params, hidden, inputs, plan.num_seqs, config=config, model=model)
     # A chunk that is not its row's last samples nothing, but its keys and values are cached. A bad
     # token spoils all later ones of its row, so the last token of the chunk tells.
     bad = (plan.row_ids != NULL) & ~jnp.isfinite(hidden).all(-1)
     return k_pool, v_pool, dataclasses.replace(sampled, nan=sampled.nan | bad)
+
+
+def _sample(
+    params, hidden, inputs: SamplingInputs, num_seqs, *, config: SchedulerConfig, model: Model
+) -> Sampled:
+    """Logits and samples of hidden [R, E]: all rows at once, or `model.rows_at_once` at a time.
+
+    Then the loop's body has one shape whatever R is, and a row's bits do not depend on R.
+    """
+
+    def sample_rows(hidden, inputs):
+        logits = model.compute_logits(params, hidden)
+        return sample(logits, inputs, max_logprobs=config.max_logprobs)
+
+    size = getattr(model, "rows_at_once", None)
+    if size is None:
+        return sample_rows(hidden, inputs)
+    num_rows = hidden.shape[0]
+    padded = -(-num_rows // size) * size
+    hidden, inputs = jax.tree.map(
+        lambda x: jnp.pad(x, ((0, padded - num_rows), *[(0, 0)] * (x.ndim - 1))), (hidden, inputs)
+    )
+
+    def body(i, outputs):
+        rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size), (hidden, inputs))
+        sampled = lax.optimization_barrier(sample_rows(*lax.optimization_barrier(rows)))
+        return jax.tree.map(
+            lambda all_, some: lax.dynamic_update_slice_in_dim(all_, some, i * size, 0),
+            outputs,
+            sampled,
+        )
+
+    shapes = jax.eval_shape(sample_rows, hidden, inputs)
+    outputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    sampled = lax.fori_loop(0, (num_seqs + size - 1) // size, body, outputs)
+    return jax.tree.map(lambda x: x[:num_rows], sampled)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

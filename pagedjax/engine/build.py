@@ -64,7 +64,9 @@ def build_engine(
         jax.device_put(loaded.params, device),
         StepConfig(
             scheduler=scheduler_config(config, platform=device.platform),
-            model=LlamaModel(config=loaded.config, attention=attention),
+            model=LlamaModel(
+                config=loaded.config, attention=attention, deterministic=config.deterministic
+            ),
         ),
         tokenizer,
         config=config,

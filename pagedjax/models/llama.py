@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from pagedjax.models.config import ModelConfig
+from pagedjax.models.exact import TILE, forward_exact
 from pagedjax.models.forward import Batch, compute_logits, forward
 
 
@@ -15,10 +16,20 @@ from pagedjax.models.forward import Batch, compute_logits, forward
 class LlamaModel:
     """The static model object that the engine's core is given: pure functions and the sizes they
     imply.
+
+    Attributes:
+      attention: the implementation that `paged_attention` takes.
+      deterministic: the bit-exact mode, see `pagedjax.models.exact`.
     """
 
     config: ModelConfig
     attention: str | None = None
+    deterministic: bool = False
+
+    @property
+    def rows_at_once(self) -> int | None:
+        """Rows whose logits are computed and sampled together; None: all."""
+        return TILE if self.deterministic else None
 
     @property
     def num_layers(self) -> int:
@@ -49,7 +60,8 @@ class LlamaModel:
         output_indices: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See ``forward.forward``."""
-        return forward(
+        run = forward_exact if self.deterministic else forward
+        return run(
             params,
             k_pool,
             v_pool,

@@ -1,0 +1,116 @@
+"""The bit-exact mode: the same tokens and logprobs to the last bit, however a request is served."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedjax.config import EngineConfig
+from pagedjax.core.execute import StepConfig
+from pagedjax.engine import Engine
+from pagedjax.engine.build import scheduler_config
+from pagedjax.models.llama import LlamaModel
+from pagedjax.models.params import init_params
+from pagedjax.sampling_params import SamplingParams
+from tests.shell.tiny import MODEL, SETTINGS, ByteTokenizer, drain
+
+# Sizes at which the library's kernels have full and partial tiles, and roundings that show.
+CONFIG = replace(
+    MODEL.config,
+    hidden_size=120,
+    intermediate_size=200,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=20,
+)
+BASE = SETTINGS | {
+    "num_blocks": 200,
+    "max_num_seqs": 8,
+    "num_rows": 16,
+    "max_num_batched_tokens": 64,
+    "token_buckets": (8, 64),
+}
+SHARED = "what every one of them begins with, at some length, "
+REQUESTS = [
+    (SHARED[: 11 * i % 53] + chr(97 + i) * (1 + 3 * i % 7), 12 + 5 * i % 17, 0.8 * (i % 2))
+    for i in range(10)
+]
+
+
+def make_engine(**changes):
+    config = EngineConfig(**(BASE | {"deterministic": True} | changes))
+    params = init_params(CONFIG, jax.random.key(3), dtype=jnp.float32, stacked=False)
+    return Engine(
+        jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, params),
+        StepConfig(
+            scheduler=scheduler_config(config, platform="cpu"),
+            model=LlamaModel(config=CONFIG, deterministic=config.deterministic),
+        ),
+        ByteTokenizer(),
+        config=config,
+        kv_dtype=jnp.float32,
+    )
+
+
+def serve(engine, order, *, alone=False):
+    """-> number of the request -> (token ids, logprobs of the five best, as bits)."""
+    got = {}
+
+    def collect():
+        for delta in drain(engine):
+            output = delta.outputs[0]
+            ids, bits = got.setdefault(int(delta.request_id), ([], []))
+            ids += output.token_ids
+            for entries in output.logprobs:
+                values = [(i, np.float32(e.logprob).view(np.uint32)) for i, e in entries.items()]
+                bits.append(sorted(values))
+
+    for number in order:
+        prompt, count, temperature = REQUESTS[number]
+        params = SamplingParams(
+            temperature=temperature, seed=number, max_tokens=count, ignore_eos=True, logprobs=5
+        )
+        engine.add_request(str(number), prompt, params)
+        if alone:
+            collect()
+    collect()
+    return got
+
+
+EVERYONE = range(len(REQUESTS))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return serve(make_engine(), EVERYONE, alone=True)
+
+
+def test_among_others_in_another_order_and_from_the_cache(expected):
+    engine = make_engine()
+    order = np.random.default_rng(0).permutation(len(REQUESTS))
+    assert serve(engine, order) == expected
+    assert serve(engine, order[::-1]) == expected
+    assert engine.stats().cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_batched_tokens": 7, "token_buckets": (1, 7), "max_num_seqs": 5},
+        {"num_blocks": 21, "enable_prefix_caching": False, "watermark": 0.0},
+    ],
+    ids=["chunks of 7 and less", "preempted"],
+)
+def test_other_chunks_and_less_memory(expected, changes):
+    engine = make_engine(**changes)
+    assert serve(engine, EVERYONE) == expected
+    if "num_blocks" in changes:
+        assert engine.stats().preemptions > 0
+
+
+def test_without_the_mode_bits_differ(expected):
+    """Otherwise the tests above would say nothing."""
+    assert serve(make_engine(deterministic=False), EVERYONE) != expected
