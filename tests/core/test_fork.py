@@ -253,6 +253,20 @@ class TightForkMachine(ForkMachine):
     }
 
 
+class PolicyForkMachine(ForkMachine):
+    """Victims from the middle of the order, one a step, so that rows in between sit steps out."""
+
+    sizes: ClassVar = {
+        "num_blocks": 12,
+        "max_model_len": 40,
+        "enable_prefix_caching": False,
+        "preemption_policy": "most_tokens",
+        "scheduling_policy": "round_robin",
+        "time_slice_tokens": 3,
+        "max_preemptions": 1,
+    }
+
+
 QUICK = settings(
     max_examples=8,
     stateful_step_count=25,
@@ -262,7 +276,7 @@ QUICK = settings(
 )
 LONG = settings(max_examples=200, stateful_step_count=60, deadline=None)
 
-for machine in (ForkMachine, UncachedForkMachine, TightForkMachine):
+for machine in (ForkMachine, UncachedForkMachine, TightForkMachine, PolicyForkMachine):
     quick = type(f"Test{machine.__name__}", (machine.TestCase,), {"settings": QUICK})
     long = type(f"Test{machine.__name__}Long", (machine.TestCase,), {"settings": LONG})
     globals()[quick.__name__] = quick
