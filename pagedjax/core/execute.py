@@ -22,6 +22,8 @@ class Model(Protocol):
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    attention: str | None
+    """Implementation of attention, of KV writes and of block copies; None: by platform."""
 
     def forward(
         self, params, k_pool, v_pool, batch, output_indices
@@ -73,7 +75,9 @@ def execute(
     Returns:
       (k_pool, v_pool, sampled).
     """
-    k_pool, v_pool = copy_blocks(k_pool, v_pool, plan.copy_src, plan.copy_dst)
+    k_pool, v_pool = copy_blocks(
+        k_pool, v_pool, plan.copy_src, plan.copy_dst, implementation=model.attention
+    )
     k_pool, v_pool, hidden = model.forward(params, k_pool, v_pool, plan, plan.logit_index)
     logits = model.compute_logits(params, hidden)
     sampled = sample(logits, inputs, max_logprobs=config.max_logprobs)
