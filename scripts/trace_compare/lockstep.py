@@ -8,14 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from trace_compare.metrics import (
-    Difference,
-    TokenDifference,
-    attention_work,
-    difference,
-    token_differences,
-)
-from trace_compare.workload import Request, request_params
 
 from pagedjax.core.commit import commit
 from pagedjax.core.config import SchedulerConfig
@@ -28,6 +20,14 @@ from pagedjax.engine.buckets import choose_bucket
 from pagedjax.models.forward import forward_recorded
 from pagedjax.models.llama import LlamaModel
 from pallas_kernels.pool import to_float32
+from trace_compare.metrics import (
+    Difference,
+    TokenDifference,
+    attention_work,
+    difference,
+    token_differences,
+)
+from trace_compare.workload import Request, request_params
 
 
 class Recorder:
@@ -178,9 +178,7 @@ class Core:
         """Of what two executions left in the pool."""
         apart, scale = self._pool_difference(first[:2], second[:2])
         apart = float(apart)
-        return Difference(
-            max_abs=apart if np.isfinite(apart) else float("inf"), scale=float(scale)
-        )
+        return Difference(max_abs=apart if np.isfinite(apart) else float("inf"), scale=float(scale))
 
 
 def _schedule_step(scheduler, *, config: SchedulerConfig, num_tokens: int):

@@ -3,7 +3,6 @@
 import dataclasses
 
 import numpy as np
-
 from gpu_bench.cases import Case
 
 

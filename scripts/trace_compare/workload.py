@@ -129,7 +129,7 @@ def make_requests(text: np.ndarray, count: int, *, block_size: int, seed: int) -
         prompt = own if i % 4 == 3 else np.concatenate([shared, own])
         requests.append(
             Request(
-                arrival=0 if i < 2 else 2 * i,
+                arrival=0 if i < 2 else i,
                 token_ids=tuple(map(int, prompt)),
                 max_tokens=int(rng.integers(block_size // 2, 2 * block_size)),
                 temperature=0.8 if i % 3 == 2 else 0.0,
@@ -140,8 +140,8 @@ def make_requests(text: np.ndarray, count: int, *, block_size: int, seed: int) -
 
 
 def scheduler_config(requests: list[Request], sizes: Sizes) -> SchedulerConfig:
-    """The static sizes that serve the requests. Without ``num_blocks`` the pool holds a half more
-    than the longest request, while up to four run.
+    """The static sizes that serve the requests. Without ``num_blocks`` the pool holds twice
+    the longest request, while up to four run.
     """
     b = sizes.block_size
     longest = max(len(r.token_ids) + r.max_tokens for r in requests)
@@ -150,7 +150,7 @@ def scheduler_config(requests: list[Request], sizes: Sizes) -> SchedulerConfig:
     return SchedulerConfig(
         num_rows=max(len(requests), MAX_NUM_SEQS),
         max_num_seqs=MAX_NUM_SEQS,
-        num_blocks=sizes.num_blocks or blocks + blocks // 2,
+        num_blocks=sizes.num_blocks or 2 * blocks,
         block_size=b,
         max_model_len=blocks * b,
         max_num_batched_tokens=sizes.buckets[-1],
