@@ -389,8 +389,8 @@ def run(settings: Settings) -> tuple[list[float], int, int, int]:
     plot(losses, settings.out / "loss.png", f"soft prefix of {settings.prefix_tokens} tokens")
     print(
         f"\nloss {losses[0]:.3f} -> {losses[-1]:.3f}; of {total} target tokens {counts[0]} come "
-        f"out right without the prefix, {counts[1]} with it; {time.perf_counter() - started:.0f} s; "
-        f"wrote {settings.out}"
+        f"out right without the prefix, {counts[1]} with it; "
+        f"{time.perf_counter() - started:.0f} s; wrote {settings.out}"
     )
     return losses, counts[1], counts[0], total
 

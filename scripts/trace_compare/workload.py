@@ -95,8 +95,8 @@ def load(name: str, *, dtype: str, seed: int, text: Path) -> Loaded:
     if name == "tiny":
         params = init_params(TINY, jax.random.key(seed), dtype=jnp.dtype(dtype))
         params = jax.tree.map(
-            # Matrices; a stacked norm has two axes as well.
-            lambda x: x * TINY_GAIN if min(x.shape[-2:]) > TINY.num_hidden_layers else x,
+            # Matrices; a stacked norm has two axes as well, the first of layers.
+            lambda x: x * TINY_GAIN if x.ndim > 1 and x.shape[-2] > TINY.num_hidden_layers else x,
             params,
         )
         random = np.random.default_rng(seed).integers(0, TINY.vocab_size, 4096)
