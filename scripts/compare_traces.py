@@ -126,16 +126,15 @@ def profile_steps(
     for name in core.configs:
         compiled = programs[bucket][name][1]
 
-        def run(count: int, compiled: Any = compiled) -> EngineState:
-            mine = jax.tree.map(jnp.copy, state)  # each call consumes its state
-            for _ in range(count):
+        def run(mine: EngineState, compiled: Any = compiled) -> EngineState:
+            for _ in range(args.profile_steps):
                 mine, _ = compiled(core.params, mine)
             return mine
 
-        jax.block_until_ready(run(1))
-        path = profile.record(
-            args.out / f"trace_{name}", functools.partial(run, args.profile_steps)
-        )
+        # Each call consumes its state. The first is not recorded, nor is the copying.
+        jax.block_until_ready(run(jax.tree.map(jnp.copy, state)))
+        mine = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+        path = profile.record(args.out / f"trace_{name}", functools.partial(run, mine))
         found[name] = profile.summarize(path) | {"path": str(path.relative_to(args.out))}
     return found
 

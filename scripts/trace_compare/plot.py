@@ -52,7 +52,7 @@ def _draw_steps(axes: Any, report: dict[str, Any]) -> None:
         "keys and values in the pool": ([s["pool"]["relative"] for s in steps], POOL, "^"),
     }
     worst = max([v for c in curves.values() for v in c[0] if np.isfinite(v)], default=tolerance)
-    top = 30 * max(worst, tolerance)
+    top = 4 * max(worst, tolerance)
     for s in steps:
         if s["prefill_tokens"]:
             axes.axvspan(s["step"] - 0.5, s["step"] + 0.5, color=PREFILL, zorder=0, lw=0)
@@ -73,7 +73,7 @@ def _draw_steps(axes: Any, report: dict[str, Any]) -> None:
     lowest = min([v for c in curves.values() for v in c[0] if v > 0], default=FLOOR)
     axes.set(
         yscale="log",
-        ylim=(max(FLOOR, lowest / 5), 60 * top),
+        ylim=(max(FLOOR, lowest / 5), 40 * top),
         ylabel="largest difference, relative\nto the largest value",
         title="By step (shaded: prompts among its tokens)",
     )

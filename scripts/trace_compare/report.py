@@ -81,7 +81,7 @@ def features(steps: list[dict[str, Any]]) -> dict[str, int]:
         "steps with a piece of a prompt": sum(s["num_samples"] < s["num_rows"] for s in steps),
         "prompt tokens from the prefix cache": sum(s["num_hit_tokens"] for s in steps),
         "blocks copied on write": sum(s["num_copies"] for s in steps),
-        "preemptions": sum(s["num_preemptions"] for s in steps),
+        "rows preempted": sum(s["num_preemptions"] for s in steps),
     }
 
 
@@ -299,7 +299,7 @@ def _programs(
                 rows.append((f"attention work, {label}", *[number(round(work[bucket][key]))] * 2))
         rows += [
             (f"{kind} bytes", *(number(of[n]["memory"].get(kind)) for n in names))
-            for kind in ("argument", "alias", "temp")
+            for kind in ("argument", "output", "alias", "temp")
         ]
         rows += [
             ("jaxpr primitives", *(number(sum(of[n]["jaxpr"].values())) for n in names)),
