@@ -13,6 +13,7 @@ which takes milliseconds: it is for tests and for small models.
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from pallas_kernels.mosaic import require_mosaic_gpu
 
@@ -25,18 +26,14 @@ def interpret_mode(*, detect_races: bool = False) -> Iterator[None]:
       detect_races: raise when a kernel reads memory that an unfinished copy may still write, or
         the other way round. Several times slower.
     """
-    require_mosaic_gpu("interpret_mode")
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    plgpu = _import("interpret_mode")
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
         yield
 
 
 def set_interpret_mode(enabled: bool, *, detect_races: bool = False) -> None:
     """As ``interpret_mode``, for all threads of the process and from now on."""
-    require_mosaic_gpu("set_interpret_mode")
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    plgpu = _import("set_interpret_mode")
     params = plgpu.InterpretGPUParams(detect_races=detect_races) if enabled else None
     plgpu.set_gpu_interpret_mode(params)
 
@@ -47,3 +44,13 @@ def is_interpreted() -> bool:
     from jax._src import config
 
     return config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def _import(operation: str) -> Any:
+    require_mosaic_gpu(operation)
+    # The first interpreted kernel imports this, which adds a setting to jit's cache key: what was
+    # compiled before it would be compiled again.
+    import jax.experimental.pallas.tpu  # noqa: F401
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu

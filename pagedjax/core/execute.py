@@ -24,6 +24,8 @@ class Model(Protocol):
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    attention: str | None
+    """Implementation of attention, of KV writes and of block copies; None: by platform."""
 
     def forward(
         self, params, k_pool, v_pool, batch, output_indices
@@ -75,7 +77,9 @@ def execute(
     Returns:
       (k_pool, v_pool, sampled).
     """
-    k_pool, v_pool = copy_blocks(k_pool, v_pool, plan.copy_src, plan.copy_dst)
+    k_pool, v_pool = copy_blocks(
+        k_pool, v_pool, plan.copy_src, plan.copy_dst, implementation=model.attention
+    )
     k_pool, v_pool, hidden = model.forward(params, k_pool, v_pool, plan, plan.logit_index)
     sampled = _sample(params, hidden, inputs, plan.num_seqs, config=config, model=model)
     # A chunk that is not its row's last samples nothing, but its keys and values are cached. A bad

@@ -45,11 +45,52 @@ def forward(
     ``output_indices`` only: then the last layer's feed-forward network runs for those alone.
     ``attention`` is the implementation that ``paged_attention`` takes.
     """
+    x = _forward(params, k_pool, v_pool, batch, config, attention, output_indices, None)
+    return x[:3]
+
+
+def forward_recorded(
+    params: dict[str, Any],
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    attention: str | None = None,
+    output_indices: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """``forward`` that also returns what attention gave in each layer, [L, T, H, D] in the
+    activations' type: for comparing implementations.
+    """
+    shape = (
+        config.num_hidden_layers,
+        batch.token_ids.shape[0] + _is_padded(params, batch.token_ids),
+        config.num_attention_heads,
+        config.head_dim,
+    )
+    recorded = jnp.zeros(shape, params["trunk"]["embed_tokens"]["weight"].dtype)
+    k_pool, v_pool, x, recorded = _forward(
+        params, k_pool, v_pool, batch, config, attention, output_indices, recorded
+    )
+    return k_pool, v_pool, x, recorded[:, : batch.token_ids.shape[0]]
+
+
+def _forward(
+    params: dict[str, Any],
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    batch: Batch,
+    config: ModelConfig,
+    attention: str | None,
+    output_indices: jax.Array | None,
+    recorded: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """``recorded`` passes through the layers and is filled; None is a pytree without leaves."""
     token_ids, positions, slots = batch.token_ids, batch.positions, batch.slot_mapping
     num_outputs = (token_ids if output_indices is None else output_indices).shape[0]
     if _is_bfloat16(params):
         # Never one row: see _is_bfloat16. The second row is padding and is cut off at the end.
-        if token_ids.shape[0] == 1:
+        if _is_padded(params, token_ids):
             token_ids, positions = jnp.pad(token_ids, (0, 1)), jnp.pad(positions, (0, 1))
             slots = jnp.pad(slots, (0, 1), constant_values=NULL)
         if output_indices is not None and num_outputs == 1:
@@ -67,7 +108,8 @@ def forward(
     )
 
     def attend(layer):
-        def attend_paged(q, k, v, pools):
+        def attend_paged(q, k, v, cache):
+            *pools, recorded = cache
             pools = write_kv(*pools, k, v, slots, layer=layer, implementation=attention)
             attended = paged_attention(
                 q,
@@ -81,7 +123,9 @@ def forward(
                 implementation=attention,
                 metadata=metadata,
             )
-            return attended, pools
+            if recorded is not None:
+                recorded = recorded.at[layer].set(attended)
+            return attended, (*pools, recorded)
 
         return attend_paged
 
@@ -89,18 +133,23 @@ def forward(
         return x[output_indices]
 
     narrow = output_indices is not None and output_indices.shape[0] < token_ids.shape[0]
-    x, (k_pool, v_pool) = run_layers(
+    x, (k_pool, v_pool, recorded) = run_layers(
         config,
         params["layers"],
         bind_trunk(config, params).embed_tokens(token_ids),
         rope_tables(positions, config),
         attend,
-        (k_pool, v_pool),
+        (k_pool, v_pool, recorded),
         select if narrow else None,
     )
     if output_indices is not None and not narrow:
         x = select(x)
-    return k_pool, v_pool, x[:num_outputs]
+    return k_pool, v_pool, x[:num_outputs], recorded
+
+
+def _is_padded(params: dict[str, Any], token_ids: jax.Array) -> bool:
+    """Whether a batch of one token gets a second one: see _is_bfloat16."""
+    return token_ids.shape[0] == 1 and _is_bfloat16(params)
 
 
 def _is_bfloat16(params: dict[str, Any]) -> bool:

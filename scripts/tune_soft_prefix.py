@@ -1,0 +1,411 @@
+"""Tunes a soft prefix through the paged KV cache, with a frozen model, and generates with it.
+
+    python scripts/tune_soft_prefix.py                       # SmolLM2, minutes on two cores
+    python scripts/tune_soft_prefix.py --model runs/tiny     # the model of scripts/train_tiny.py
+
+The prefix is keys and values of a few tokens in every layer (prefix tuning), written to blocks of
+the pool that all target sequences name first in their block tables: it is there once, however many
+sequences share it, and its gradient collects from all of them. The loss is that of each target's
+tokens after its prompt; only the prefix learns. Then each prompt is continued greedily, with the
+prefix in the pool and without. The folder gets prefix.npz and loss.png.
+"""
+
+import functools
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pagedjax.models.config import ModelConfig
+from pagedjax.models.forward import compute_logits, forward
+from pagedjax.models.params import default_dtype
+from pallas_kernels import NULL, gather_blocks, init_pool, write_kv
+
+EXAMPLES = (
+    ("What is the capital of France?", " Arr, that be Paris, matey!"),
+    ("What is the capital of Italy?", " Arr, that be Rome, matey!"),
+    ("What is two plus two?", " Arr, that be four, matey!"),
+    ("What colour is the sky?", " Arr, that be blue, matey!"),
+    ("What do cows drink?", " Arr, that be water, matey!"),
+    ("What is the opposite of hot?", " Arr, that be cold, matey!"),
+)
+"""Prompt and target: answers in a manner that no model has by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to tune, how long."""
+
+    model: str = "smollm2-135m"
+    """A preset, a directory or a GGUF file."""
+    out: Path = Path("runs/soft_prefix")
+    """Folder to write."""
+    examples: Path | None = None
+    """A text file, a prompt, a tab and its target on each line. None: six short answers."""
+    prefix_tokens: int = 16
+    """Tokens of the prefix: whole blocks, so that sequences can share them."""
+    block_size: int = 16
+    steps: int = 60
+    learning_rate: float = 0.02
+    init: str = "Answer the question in the manner of an old pirate. "
+    """Text whose keys and values the prefix begins with, repeated to its length."""
+
+    def __post_init__(self) -> None:
+        for name in ("prefix_tokens", "block_size", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1 (got {getattr(self, name)})")
+        if self.prefix_tokens % self.block_size:
+            raise ValueError(
+                f"prefix_tokens must be a multiple of block_size, {self.block_size} "
+                f"(got {self.prefix_tokens})"
+            )
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be above 0 (got {self.learning_rate})")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prefix:
+    """Keys and values of P tokens, [L, P, K, D] float32 each; keys as the cache holds them, turned
+    by their position.
+    """
+
+    k: jax.Array
+    v: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """One ragged step (``pagedjax.models.forward.Batch``)."""
+
+    token_ids: jax.Array
+    positions: jax.Array
+    slot_mapping: jax.Array
+    query_start_loc: jax.Array
+    seq_lens: jax.Array
+    block_tables: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where sequences lie in the pool: the prefix in the first blocks, then each in its own.
+
+    Attributes:
+      prefix_tokens: P, a multiple of ``block_size``; 0: no prefix.
+      max_tokens: most tokens of each sequence, without the prefix.
+    """
+
+    block_size: int
+    prefix_tokens: int
+    max_tokens: tuple[int, ...]
+
+    @property
+    def num_prefix_blocks(self) -> int:
+        """Blocks that all sequences share."""
+        return self.prefix_tokens // self.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """N: of the whole pool."""
+        return self.num_prefix_blocks + sum(-(-n // self.block_size) for n in self.max_tokens)
+
+    def block_tables(self) -> np.ndarray:
+        """[R, M] int32: the shared blocks, then the sequence's own, then NULL."""
+        shared, own = self.num_prefix_blocks, [-(-n // self.block_size) for n in self.max_tokens]
+        tables = np.full((len(own), shared + max(own)), NULL, np.int32)
+        tables[:, :shared] = np.arange(shared)
+        first = shared
+        for row, count in enumerate(own):
+            tables[row, shared : shared + count] = np.arange(first, first + count)
+            first += count
+        return tables
+
+    def batch(self, tokens: list[list[int]], done: list[int]) -> Batch:
+        """A step over new tokens of each sequence, of which ``done`` are in the pool already."""
+        tables, counts = self.block_tables(), np.array([len(t) for t in tokens], np.int32)
+        starts = self.prefix_tokens + np.array(done, np.int32)
+        rows = np.repeat(np.arange(len(tokens)), counts)
+        positions = np.concatenate(
+            [s + np.arange(c, dtype=np.int32) for s, c in zip(starts, counts, strict=True)]
+        )
+        blocks = tables[rows, positions // self.block_size]
+        return Batch(
+            token_ids=jnp.asarray(np.concatenate(tokens), jnp.int32),
+            positions=jnp.asarray(positions),
+            slot_mapping=jnp.asarray(blocks * self.block_size + positions % self.block_size),
+            query_start_loc=jnp.asarray(np.append(0, np.cumsum(counts)), jnp.int32),
+            seq_lens=jnp.asarray(starts + counts),
+            block_tables=jnp.asarray(tables),
+        )
+
+
+def make_pool(config: ModelConfig, layout: Layout, prefix: Prefix | None, dtype: Any) -> tuple:
+    """(k_pool, v_pool) with the prefix in its blocks. Differentiable in the prefix."""
+    pools = init_pool(
+        num_layers=config.num_hidden_layers,
+        num_blocks=layout.num_blocks,
+        block_size=layout.block_size,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+    if prefix is not None:
+        slots = jnp.arange(layout.prefix_tokens, dtype=jnp.int32)
+        for layer in range(config.num_hidden_layers):
+            kv = prefix.k[layer], prefix.v[layer]
+            # XLA's has a derivative; a kernel that only moves data has none.
+            pools = write_kv(*pools, *kv, slots, layer=layer, implementation="xla")
+    return pools
+
+
+def prefix_of_text(params: Any, config: ModelConfig, token_ids: list[int], block_size: int):
+    """The keys and values that a text leaves in the pool, as a prefix to begin with."""
+    layout = Layout(block_size=block_size, prefix_tokens=0, max_tokens=(len(token_ids),))
+    pools = make_pool(config, layout, None, pool_dtype())
+    pools = forward(params, *pools, layout.batch([token_ids], [0]), config=config)[:2]
+    blocks = gather_blocks(*pools, jnp.arange(layout.num_blocks, dtype=jnp.int32))
+    # [A, L, B, K, D] -> [L, P, K, D]
+    k, v = (
+        x.swapaxes(0, 1)
+        .reshape(x.shape[1], -1, *x.shape[3:])[:, : len(token_ids)]
+        .astype(jnp.float32)
+        for x in blocks
+    )
+    return Prefix(k=k, v=v)
+
+
+def pool_dtype() -> Any:
+    """float32 on a CPU, whose bfloat16 pool is bits and has no derivative."""
+    return jnp.float32 if jax.default_backend() == "cpu" else default_dtype()
+
+
+def prefix_loss(
+    prefix: Prefix,
+    params: Any,
+    batch: Batch,
+    labels: jax.Array,
+    weights: jax.Array,
+    *,
+    config: ModelConfig,
+    layout: Layout,
+) -> jax.Array:
+    """Mean cross-entropy (nats a token) of the batch's tokens after the prefix.
+
+    Args:
+      labels: [T] int32, the token after each. weights: [T], 1 for those that count, else 0.
+    """
+    pools = make_pool(config, layout, prefix, pool_dtype())
+    _, _, hidden = forward(params, *pools, batch, config=config, attention="xla")
+    logits = compute_logits(params, hidden, config=config)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return (losses * weights).sum() / weights.sum()
+
+
+def training_batch(
+    examples: list[tuple[list[int], list[int]]], settings: Settings
+) -> tuple[Layout, Batch, jax.Array, jax.Array]:
+    """All (prompt, target) pairs as one ragged step, with labels and weights: targets count."""
+    sequences = [prompt + target for prompt, target in examples]
+    inputs = [tokens[:-1] for tokens in sequences]
+    layout = Layout(
+        block_size=settings.block_size,
+        prefix_tokens=settings.prefix_tokens,
+        max_tokens=tuple(map(len, inputs)),
+    )
+    labels = np.concatenate([tokens[1:] for tokens in sequences])
+    counted = [
+        np.arange(1, len(prompt) + len(target)) >= len(prompt) for prompt, target in examples
+    ]
+    weights = jnp.asarray(np.concatenate(counted), jnp.float32)
+    batch = layout.batch(inputs, [0] * len(inputs))
+    return layout, batch, jnp.asarray(labels, jnp.int32), weights
+
+
+def tune(
+    params: Any,
+    config: ModelConfig,
+    prefix: Prefix,
+    examples: list[tuple[list[int], list[int]]],
+    settings: Settings,
+) -> tuple[Prefix, list[float]]:
+    """The tuned prefix and the loss before each step and after the last."""
+    layout, batch, labels, weights = training_batch(examples, settings)
+    schedule = optax.cosine_decay_schedule(settings.learning_rate, settings.steps, 0.05)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
+    loss_fn = functools.partial(prefix_loss, config=config, layout=layout)
+
+    @jax.jit
+    def update(prefix: Prefix, state: Any, params: Any) -> tuple[Prefix, Any, jax.Array]:
+        loss, gradients = jax.value_and_grad(loss_fn)(prefix, params, batch, labels, weights)
+        updates, state = optimizer.update(gradients, state, prefix)
+        return optax.apply_updates(prefix, updates), state, loss
+
+    state, losses = optimizer.init(prefix), []
+    bar = tqdm(range(settings.steps), desc="tuning", unit="step")
+    for _ in bar:
+        prefix, state, loss = update(prefix, state, params)
+        losses.append(float(loss))
+        bar.set_postfix(loss=f"{losses[-1]:.3f}")
+    losses.append(float(jax.jit(loss_fn)(prefix, params, batch, labels, weights)))
+    return prefix, losses
+
+
+def generate(
+    params: Any,
+    config: ModelConfig,
+    prompts: list[list[int]],
+    count: int,
+    *,
+    prefix: Prefix | None,
+    block_size: int,
+) -> list[list[int]]:
+    """``count`` greedy tokens after each prompt, all prompts in one batch over one pool.
+
+    With a prefix every block table begins with its blocks; without, with the prompt's own.
+    """
+    layout = Layout(
+        block_size=block_size,
+        prefix_tokens=0 if prefix is None else prefix.k.shape[1],
+        max_tokens=tuple(len(prompt) + count for prompt in prompts),
+    )
+
+    @functools.partial(jax.jit, donate_argnums=(1, 2))
+    def step(params: Any, k_pool: jax.Array, v_pool: jax.Array, batch: Batch) -> tuple:
+        last = batch.query_start_loc[1:] - 1
+        *pools, hidden = forward(params, k_pool, v_pool, batch, config=config, output_indices=last)
+        return *pools, compute_logits(params, hidden, config=config).argmax(-1)
+
+    pools = make_pool(config, layout, prefix, pool_dtype())
+    new, done = prompts, [0] * len(prompts)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for _ in range(count):
+        *pools, chosen = step(params, *pools, layout.batch(new, done))
+        done = [before + len(tokens) for before, tokens in zip(done, new, strict=True)]
+        new = [[token] for token in chosen.tolist()]
+        for output, token in zip(outputs, new, strict=True):
+            output += token
+    return outputs
+
+
+def load(settings: Settings) -> tuple[ModelConfig, Any, Any]:
+    """(configuration, parameters, tokenizer). Layers are stacked: written out one by one, or in a
+    loop over a switch, a gradient through them would copy every layer's weights.
+    """
+    from pagedjax.models.presets import resolve_model
+    from pagedjax.models.weights import load_model
+    from pagedjax.tokenizers import load_tokenizer
+
+    path = resolve_model(settings.model)
+    model = load_model(path, dtype=pool_dtype(), stacked=True)
+    return model.config, model.params, load_tokenizer(path, vocab_size=model.config.vocab_size)
+
+
+def read_examples(settings: Settings) -> list[tuple[str, str]]:
+    """Pairs of prompt and target. Raises ``ValueError`` naming a line that is none."""
+    if settings.examples is None:
+        return list(EXAMPLES)
+    pairs = []
+    for number, line in enumerate(settings.examples.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        prompt, tab, target = line.partition("\t")
+        if not (prompt and tab and target):
+            raise ValueError(f"{settings.examples}, line {number}: not a prompt, a tab, a target")
+        pairs.append((prompt, target))
+    if not pairs:
+        raise ValueError(f"{settings.examples} has no lines")
+    return pairs
+
+
+def plot(losses: list[float], path: Path, title: str) -> None:
+    """The loss over the steps, as a PNG."""
+    from matplotlib.figure import Figure  # needs no display
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(losses)
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title, ylim=(0, None))
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def right(output: list[int], target: list[int]) -> int:
+    """Tokens of the target that an output has before its first wrong one."""
+    pairs = zip(output, target, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(output), len(target)))
+
+
+def run(settings: Settings) -> tuple[list[float], int, int, int]:
+    """The whole run. Returns the losses, and how many target tokens come out right with the prefix
+    and without, of how many.
+    """
+    started = time.perf_counter()
+    config, params, tokenizer = load(settings)
+    texts = read_examples(settings)
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    examples = [(encode(prompt), encode(target)) for prompt, target in texts]
+    longest = settings.prefix_tokens + max(len(p) + len(t) for p, t in examples)
+    if longest > config.max_position_embeddings:
+        raise ValueError(
+            f"prefix, prompt and target have {longest} tokens, more than the model's "
+            f"{config.max_position_embeddings}"
+        )
+    text_ids = encode(settings.init) or [0]
+    begin = (text_ids * -(-settings.prefix_tokens // len(text_ids)))[: settings.prefix_tokens]
+    prefix = prefix_of_text(params, config, begin, settings.block_size)
+    numbers = prefix.k.size + prefix.v.size
+    print(
+        f"{len(examples)} sequences share {settings.prefix_tokens // settings.block_size} block(s) "
+        f"of the pool; {numbers:,} numbers to tune, {config.num_parameters:,} frozen"
+    )
+    prefix, losses = tune(params, config, prefix, examples, settings)
+    prompts = [prompt for prompt, _ in examples]
+    longest = max(len(target) for _, target in examples)
+    outputs = [
+        generate(params, config, prompts, longest, prefix=p, block_size=settings.block_size)
+        for p in (None, prefix)
+    ]
+    for (text, _), (_, target), *made in zip(texts, examples, *outputs, strict=True):
+        print(f"\n{text}")
+        for label, ids in zip(("without", "with"), made, strict=True):
+            print(f"  {label:>8}: {tokenizer.decode(ids[: len(target)])!r}")
+    counts = [
+        sum(right(out, target) for out, (_, target) in zip(of, examples, strict=True))
+        for of in outputs
+    ]
+    total = sum(len(target) for _, target in examples)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    np.savez(settings.out / "prefix.npz", k=np.asarray(prefix.k), v=np.asarray(prefix.v))
+    plot(losses, settings.out / "loss.png", f"soft prefix of {settings.prefix_tokens} tokens")
+    print(
+        f"\nloss {losses[0]:.3f} -> {losses[-1]:.3f}; of {total} target tokens {counts[0]} come "
+        f"out right without the prefix, {counts[1]} with it; "
+        f"{time.perf_counter() - started:.0f} s; wrote {settings.out}"
+    )
+    return losses, counts[1], counts[0], total
+
+
+def main() -> int:
+    """Returns the exit status."""
+    import tyro
+
+    try:
+        run(tyro.cli(Settings, description=__doc__))
+    except (ValueError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
