@@ -1,6 +1,5 @@
 """Playing a log: every state of the scheduler, forwards and backwards."""
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -52,7 +51,7 @@ class Player:
         initial = self._transitions.initial()
         names = list(checksum.leaves(initial))
         self.checked = checksum.covered(names, exact=log.has_text)
-        self._sums = jax.jit(functools.partial(checksum.checksums, exact=log.has_text))
+        self._sums, _ = checksum.compiled()
         self._kept: dict[int, SchedulerState] = {0: initial}
         self._recent: dict[int, SchedulerState] = {}
 
@@ -100,7 +99,8 @@ class Player:
         """Whether state `number` is the recorded one; None also where nothing was recorded."""
         if number == 0 or (sums := self.log.steps[number - 1].result.get("sums")) is None:
             return None
-        differing = differing_arrays(sums, self._sums(self.state(number)), self.checked)
+        own = self._sums(self.state(number), exact=self.log.has_text)
+        differing = differing_arrays(sums, own, self.checked)
         return Mismatch(number, differing) if differing else None
 
     def verify(self) -> Iterator[Mismatch | None]:

@@ -49,6 +49,12 @@ PROMPTS = ["hello", "a shared beginning, 1", "a shared beginning, 2", "x" * 20, 
 OPTIONS = {"max_tokens": 60, "temperature": 0.8, "seed": 5, "ignore_eos": True, "logprobs": 2}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def closed_at_the_end():
+    yield
+    HTTP.close()
+
+
 @pytest.fixture(scope="module")
 def expected():
     sampling = SamplingParams(**OPTIONS)
@@ -198,7 +204,7 @@ def test_killed_and_stopped_and_resumed(tmp_path, expected):
 
 def test_stopped_and_resumed(tmp_path, expected):
     with ThreadPoolExecutor(len(PROMPTS) + 1) as pool:
-        with serving(tmp_path, step_s=0.03) as (url, engine, snapshots):
+        with serving(tmp_path, step_s=0.03) as (url, engine, _):
             waiting = [pool.submit(post, url, i) for i in range(len(PROMPTS))]
             stream = pool.submit(
                 lambda: [
@@ -212,7 +218,8 @@ def test_stopped_and_resumed(tmp_path, expected):
                 ]
             )  # fmt: skip
             deadline = time.monotonic() + 60
-            while snapshots.results.num_unfinished() < len(PROMPTS) + 1:
+            ids = ["chatcmpl-talk-0", *(f"cmpl-job-{i}-0" for i in range(len(PROMPTS)))]
+            while not all(map(engine.is_in_use, ids)):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         for one in waiting:
@@ -220,7 +227,7 @@ def test_stopped_and_resumed(tmp_path, expected):
         *_, error, done = stream.result()
         assert done == "[DONE]"
         assert "GET /results/chatcmpl-talk" in json.loads(error)["error"]["message"]
-    with serving(tmp_path) as (url, engine, snapshots):
+    with serving(tmp_path) as (url, engine, _):
         for i in range(len(PROMPTS)):
             check(wait_for_result(url, f"cmpl-job-{i}"), expected[i])
         talk = wait_for_result(url, "chatcmpl-talk")
