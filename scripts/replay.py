@@ -30,7 +30,11 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         log = read_log(args.log)
-        _print(describe_log(log))
+        if args.command in (None, "step", "verify"):
+            _print(describe_log(log))
+        elif log.problem:
+            print(f"PROBLEM  {log.problem}")
+        _keep_compiled()
         if args.command == "verify" and args.model is not None:
             return _verify_whole(log, args)
         player = Player(log)
@@ -38,6 +42,16 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError, IndexError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _keep_compiled() -> None:
+    """As the server does: the next time these programs are compiled already."""
+    from pagedjax.config import EngineConfig
+    from pagedjax.engine.build import compilation_cache_dir, use_compilation_cache
+
+    folder = compilation_cache_dir(EngineConfig())
+    if folder is not None:
+        use_compilation_cache(folder)
 
 
 def _parser() -> argparse.ArgumentParser:

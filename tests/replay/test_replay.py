@@ -1,8 +1,10 @@
 """A recorded session is played again: every state is the same, and whatever is wrong is found."""
 
 import dataclasses
+import importlib.util
 import io
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -25,6 +27,8 @@ from pagedjax.replay import (
 from pagedjax.replay.interactive import Shell
 from tests.replay.session import SHARED, record
 from tests.shell.tiny import make_engine
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "replay.py"
 
 
 @pytest.fixture(scope="module")
@@ -359,7 +363,10 @@ def test_an_old_log_is_kept_and_a_full_disk_ends_the_log_only(folder, caplog):
 
 @pytest.fixture
 def script(monkeypatch, capsys):
-    import replay as program
+    spec = importlib.util.spec_from_file_location("replay_script", SCRIPT)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    monkeypatch.setattr(program, "_keep_compiled", lambda: None)  # a setting of the process
 
     def run(*argv, typed=""):
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
