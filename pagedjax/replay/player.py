@@ -15,7 +15,10 @@ CHECKPOINT_EVERY = 64
 """Steps between states that are kept, at the least."""
 
 MAX_CHECKPOINTS = 64
-"""Kept at most: of a longer log, fewer are kept in a given number of steps."""
+"""Kept at most: in a longer log, they lie further apart."""
+
+MAX_RECENT = 64
+"""Of the states before the one asked for last, so many are kept, so that going back is quick."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +64,20 @@ class Player:
             raise IndexError(f"step must be from 0 to {self.num_steps} (got {number})")
         if number in self._recent:
             return self._recent[number]
-        start = max(kept for kept in self._kept if kept <= number)
-        nearest = max((n for n in self._recent if n <= number), default=start)
-        if nearest < start:
-            nearest = start
-        state = self._kept[start] if nearest == start else self._recent[nearest]
-        if nearest == start:
+        start, state = max(
+            (item for kept in (self._kept, self._recent) for item in kept.items()
+             if item[0] <= number),
+            key=lambda item: item[0],
+        )  # fmt: skip
+        if start not in self._recent:
             self._recent = {}
-        self._recent[nearest] = state
-        for step in range(nearest + 1, number + 1):
+        for step in range(start + 1, number + 1):
             state, _ = self.advance(state, step)
             if step % self._every == 0:
                 self._kept.setdefault(step, state)
-                self._recent = {}
             self._recent[step] = state
+            if len(self._recent) > MAX_RECENT:
+                del self._recent[next(iter(self._recent))]  # the earliest: they are in order
         return state
 
     def advance(self, state: SchedulerState, number: int) -> tuple[SchedulerState, Copies]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pagedjax.core.state import Status
+from pagedjax.engine.snapshot import check_fingerprint
 from pagedjax.eventlog import LogError, checksum
 from pagedjax.eventlog.format import MAGIC, Kind, LogWriter, pack, read_records, unpack
 from pagedjax.eventlog.names import STOP
@@ -130,6 +131,14 @@ def test_with_text_and_with_the_model(folder):
     assert differences[0].step == 1
     assert "v_pool" in differences[0].arrays
     assert "instead of" in "".join(map(str, differences))
+
+
+def test_a_log_of_another_model_is_refused(session):
+    other = make_engine(jax.tree.map(lambda x: x * 1.5, make_engine().device.params))
+    theirs = session[0].header["fingerprint"]
+    check_fingerprint(theirs, make_engine().fingerprint)
+    with pytest.raises(ValueError, match="the log was made with another weights"):
+        check_fingerprint(theirs, other.fingerprint, what="the log")
 
 
 def test_without_text_no_model_can_play_it(session):
