@@ -213,6 +213,16 @@ class Engine:
         }
 
     @property
+    def device(self) -> Device:
+        """The state and what advances it. For those who play logs: the engine must not be used."""
+        return self._device
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What another engine must have in common with this one to go on from its state."""
+        return self._snapshots.fingerprint
+
+    @property
     def device_name(self) -> str:
         """The device it runs on, in words."""
         return self._device.name

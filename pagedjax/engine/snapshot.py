@@ -305,18 +305,20 @@ def fingerprint(
     }
 
 
-def check_fingerprint(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def check_fingerprint(
+    saved: Mapping[str, Any], own: Mapping[str, Any], *, what: str = "the snapshot"
+) -> None:
     """Raise `SnapshotError` naming what differs."""
     for name, value in own["scheduler"].items():
         other = saved["scheduler"].get(name)
         if other != value and name not in _MAY_DIFFER:
             raise SnapshotError(
-                f"the snapshot was made with {name}={other!r}; this engine has {name}={value!r}"
+                f"{what} was made with {name}={other!r}; this engine has {name}={value!r}"
             )
     for name in ("kv_dtype", "model", "weights", "tokenizer"):
         if saved[name] != own[name]:
             raise SnapshotError(
-                f"the snapshot was made with another {name.replace('_', ' ')}: {saved[name]}, not "
+                f"{what} was made with another {name.replace('_', ' ')}: {saved[name]}, not "
                 f"{own[name]}"
             )
 

@@ -1,5 +1,8 @@
 """A checksum of each array of a state: pure functions, to be jitted beside the step."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -39,6 +42,12 @@ def checksums(state: SchedulerState, *, exact: bool) -> jax.Array:
     if not exact:
         arrays[SLOT] = arrays[SLOT] != NULL
     return jnp.stack([_checksum(arrays[name]) for name in covered(list(arrays), exact=exact)])
+
+
+@functools.cache
+def compiled() -> tuple[Callable, Callable]:
+    """`checksums`, with `exact` static, and `kv_checksum`."""
+    return jax.jit(checksums, static_argnames="exact"), jax.jit(kv_checksum)
 
 
 def kv_checksum(state: EngineState) -> jax.Array:

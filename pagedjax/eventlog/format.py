@@ -102,6 +102,10 @@ class LogWriter:
         """Nothing more is to be written."""
         self._file.close()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
 
 def read_records(path: Path) -> Iterator[tuple[int, Kind, bytes]]:
     """(place in the file, kind, payload) of each record, as far as they are whole.
@@ -139,6 +143,6 @@ def _read_record(file: BinaryIO, place: int, size: int, crc: int) -> tuple[Kind,
     payload = file.read(length)
     (given,) = _CRC.unpack(file.read(_CRC.size))
     crc = zlib.crc32(payload, zlib.crc32(start, crc))
-    if crc != given or kind not in Kind:
+    if crc != given or kind not in tuple(Kind):
         raise Damage(f"the record at byte {place} is damaged: its checksum is wrong")
     return Kind(kind), payload, crc

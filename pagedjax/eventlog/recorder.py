@@ -1,7 +1,6 @@
 """Writes an engine's event log while it runs."""
 
 import dataclasses
-import functools
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -63,8 +62,8 @@ class Recorder:
         self._names = None if text else PrefixNames()
         self._num_steps = 0
         self._pending: deque[tuple[int, Any, Any]] = deque()  # steps whose output is not known
-        self._checksums = jax.jit(functools.partial(checksum.checksums, exact=text))
-        self._kv_checksum = jax.jit(checksum.kv_checksum) if kv else None
+        self._checksums, kv_checksum = checksum.compiled()
+        self._kv_checksum = kv_checksum if kv else None
         _keep_old(path)
         self._writer = LogWriter(path)
         self._append(Kind.HEADER, pack({}, **header, text=text, checksum_every=checksum_every))
@@ -136,7 +135,7 @@ class Recorder:
 
     def _sums(self, state: EngineState) -> tuple[Any, Any]:
         kv = None if self._kv_checksum is None else self._kv_checksum(state)
-        return self._checksums(state.scheduler), kv
+        return self._checksums(state.scheduler, exact=self._names is None), kv
 
     def _append(self, kind: Kind, payload: bytes) -> None:
         if self.error is not None:

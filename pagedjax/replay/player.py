@@ -1,6 +1,5 @@
 """Playing a log: every state of the scheduler, forwards and backwards."""
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,10 @@ CHECKPOINT_EVERY = 64
 """Steps between states that are kept, at the least."""
 
 MAX_CHECKPOINTS = 64
-"""Kept at most: of a longer log, fewer are kept in a given number of steps."""
+"""Kept at most: in a longer log, they lie further apart."""
+
+MAX_RECENT = 64
+"""Of the states before the one asked for last, so many are kept, so that going back is quick."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Player:
         initial = self._transitions.initial()
         names = list(checksum.leaves(initial))
         self.checked = checksum.covered(names, exact=log.has_text)
-        self._sums = jax.jit(functools.partial(checksum.checksums, exact=log.has_text))
+        self._sums, _ = checksum.compiled()
         self._kept: dict[int, SchedulerState] = {0: initial}
         self._recent: dict[int, SchedulerState] = {}
 
@@ -62,20 +64,20 @@ class Player:
             raise IndexError(f"step must be from 0 to {self.num_steps} (got {number})")
         if number in self._recent:
             return self._recent[number]
-        start = max(kept for kept in self._kept if kept <= number)
-        nearest = max((n for n in self._recent if n <= number), default=start)
-        if nearest < start:
-            nearest = start
-        state = self._kept[start] if nearest == start else self._recent[nearest]
-        if nearest == start:
+        start, state = max(
+            (item for kept in (self._kept, self._recent) for item in kept.items()
+             if item[0] <= number),
+            key=lambda item: item[0],
+        )  # fmt: skip
+        if start not in self._recent:
             self._recent = {}
-        self._recent[nearest] = state
-        for step in range(nearest + 1, number + 1):
+        for step in range(start + 1, number + 1):
             state, _ = self.advance(state, step)
             if step % self._every == 0:
                 self._kept.setdefault(step, state)
-                self._recent = {}
             self._recent[step] = state
+            if len(self._recent) > MAX_RECENT:
+                del self._recent[next(iter(self._recent))]  # the earliest: they are in order
         return state
 
     def advance(self, state: SchedulerState, number: int) -> tuple[SchedulerState, Copies]:
@@ -100,7 +102,8 @@ class Player:
         """Whether state `number` is the recorded one; None also where nothing was recorded."""
         if number == 0 or (sums := self.log.steps[number - 1].result.get("sums")) is None:
             return None
-        differing = differing_arrays(sums, self._sums(self.state(number)), self.checked)
+        own = self._sums(self.state(number), exact=self.log.has_text)
+        differing = differing_arrays(sums, own, self.checked)
         return Mismatch(number, differing) if differing else None
 
     def verify(self) -> Iterator[Mismatch | None]:

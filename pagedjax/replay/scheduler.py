@@ -1,6 +1,8 @@
 """The scheduler's part of a step, with tokens that are given instead of sampled. Pure."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -51,18 +53,26 @@ def step_with_tokens(
     return state, Copies(src=plan.copy_src, dst=plan.copy_dst)
 
 
+@functools.cache
+def _compiled() -> tuple[Callable, Callable, Callable]:
+    """What adds a request, ends rows, takes a step; compiled once for each configuration."""
+
+    def end(state, rows, *, config):
+        return end_rows(state, rows, config=config)[0]
+
+    return (
+        jax.jit(add_request, static_argnames="config"),
+        jax.jit(end, static_argnames="config"),
+        jax.jit(step_with_tokens, static_argnames=("config", "num_tokens")),
+    )
+
+
 class Transitions:
-    """The compiled functions that make a state of the one before it."""
+    """What makes a state of the one before it."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-
-        def add(state, row, token_ids, count, params):
-            return add_request(state, row, token_ids, count, params, config=config)
-
-        self._add = jax.jit(add)
-        self._end = jax.jit(lambda state, rows: end_rows(state, rows, config=config)[0])
-        self._steps: dict = {}
+        self._add, self._end, self._step = _compiled()
 
     def initial(self) -> SchedulerState:
         """Where an engine begins."""
@@ -73,12 +83,13 @@ class Transitions:
         if event.kind == Kind.STATE:
             return scheduler_of(state, event.arrays)
         if event.kind == Kind.END:
-            return self._end(state, self.rows(event))
+            return self._end(state, self.rows(event), config=self.config)
         padded = np.zeros(self.config.max_padded_len, np.int32)
         tokens = event.arrays["token_ids"]
         padded[: len(tokens)] = tokens
         row, params = np.int32(event.values["row"]), request_params(event)
-        return self._add(state, row, padded, np.int32(len(tokens)), params)
+        count = np.int32(len(tokens))
+        return self._add(state, row, padded, count, params, config=self.config)
 
     def rows(self, event: Event) -> np.ndarray:
         """[S] bool: the rows that an END names."""
@@ -93,16 +104,9 @@ class Transitions:
         tokens = np.zeros(self.config.num_rows, np.int32)
         tokens[result["rows"]] = result["token_ids"]
         nan = np.zeros(self.config.num_rows, bool)
-        nan[result.get("nan", ())] = True
-        if num_tokens not in self._steps:
-
-            def step(state, tokens, nan):
-                return step_with_tokens(
-                    state, tokens, nan, config=self.config, num_tokens=num_tokens
-                )
-
-            self._steps[num_tokens] = jax.jit(step)
-        return self._steps[num_tokens](state, tokens, nan)
+        if "nan" in result:
+            nan[result["nan"]] = True
+        return self._step(state, tokens, nan, config=self.config, num_tokens=num_tokens)
 
 
 def scheduler_of(like: SchedulerState, arrays: dict[str, np.ndarray]) -> SchedulerState:

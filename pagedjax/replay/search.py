@@ -1,6 +1,7 @@
 """The first state of which something does not hold."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,16 @@ from pagedjax.replay.player import Player
 Predicate = Callable[[SchedulerState], bool]
 
 
+@functools.cache
+def _check() -> Callable:
+    return jax.jit(check_invariants, static_argnames="config")
+
+
 def named_predicates(player: Player) -> dict[str, Predicate]:
     """Predicates that have names: `check_invariants`, no invariant is broken."""
-    check = jax.jit(lambda state: check_invariants(state, config=player.config))
 
     def invariants(state: SchedulerState) -> bool:
-        counts = dataclasses.asdict(jax.device_get(check(state)))
+        counts = dataclasses.asdict(jax.device_get(_check()(state, config=player.config)))
         return not any(np.any(count) for count in counts.values())
 
     return {"check_invariants": invariants}

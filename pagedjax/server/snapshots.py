@@ -66,7 +66,8 @@ class ServerSnapshots:
         os.close(self._lock)
 
     def resume(self, engine: Engine) -> int | None:
-        """Let an idle engine go on from the snapshot; -> how many requests, None if there is none.
+        """Let an idle engine go on from the snapshot; -> how many HTTP requests, None if there is
+        no snapshot.
 
         Raises:
           SnapshotError: the file is damaged or of another engine. It is left as it is.
@@ -76,7 +77,7 @@ class ServerSnapshots:
             return None
         requests, extra = engine.resume(self.path)
         self.results.restore(extra.get("results", {}), [r.request_id for r in requests])
-        return len(requests)
+        return self.results.num_unfinished()
 
     def start(self, engine: AsyncEngine) -> None:
         """Save this one from now on."""

@@ -1,7 +1,8 @@
 """A recorded session is played again: every state is the same, and whatever is wrong is found."""
 
 import dataclasses
-import subprocess
+import importlib.util
+import io
 import sys
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from pagedjax.core.state import Status
+from pagedjax.engine.snapshot import check_fingerprint
 from pagedjax.eventlog import LogError, checksum
 from pagedjax.eventlog.format import MAGIC, Kind, LogWriter, pack, read_records, unpack
+from pagedjax.eventlog.names import STOP
 from pagedjax.replay import (
     Player,
     changes_of,
@@ -22,10 +25,11 @@ from pagedjax.replay import (
     first_failure,
     read_log,
 )
+from pagedjax.replay.interactive import Shell
 from tests.replay.session import SHARED, record
 from tests.shell.tiny import make_engine
 
-ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "replay.py"
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +133,14 @@ def test_with_text_and_with_the_model(folder):
     assert "instead of" in "".join(map(str, differences))
 
 
+def test_a_log_of_another_model_is_refused(session):
+    other = make_engine(jax.tree.map(lambda x: x * 1.5, make_engine().device.params))
+    theirs = session[0].header["fingerprint"]
+    check_fingerprint(theirs, make_engine().fingerprint)
+    with pytest.raises(ValueError, match="the log was made with another weights"):
+        check_fingerprint(theirs, other.fingerprint, what="the log")
+
+
 def test_without_text_no_model_can_play_it(session):
     from pagedjax.replay import verify_whole
 
@@ -214,18 +226,16 @@ def test_a_truncated_log_is_used_as_far_as_it_goes(session, folder):
 
 
 def test_a_wrong_event_is_found_at_its_step(session, folder):
-    """A token that is not the one that was sampled; a record of it that looks right."""
+    """Other tokens than those that were sampled, in a record that is whole; a request left out."""
 
     def change(_, kind, arrays, values):
         if kind == Kind.RESULT and values["step"] == 123:
-            assert len(arrays["token_ids"])
-            arrays["token_ids"] = arrays["token_ids"][1:]
-            arrays["rows"] = arrays["rows"][1:]
+            arrays["token_ids"] = np.full_like(arrays["token_ids"], STOP)
 
     log = rewritten(folder / "events.log", folder / "wrong.log", change)
     first = next(m for m in Player(log).verify() if m is not None)
-    # It is told in the step itself if the token ended its request, else when it is missed.
-    assert first.step in (123, 124)
+    assert first.step == 123
+    assert "rows.status" in first.arrays
 
     def lose(_, kind, arrays, values):
         if kind == Kind.ADD and arrays["token_ids"].size:
@@ -269,16 +279,14 @@ class Faulty(Player):
         state, copies = super().advance(state, number)
         if number == self.fault_at:
             blocks = state.blocks
-            leak = dataclasses.replace(blocks, num_free=blocks.num_free - 1)
-            state = dataclasses.replace(state, blocks=leak)
+            wrong = dataclasses.replace(blocks, ref_counts=blocks.ref_counts.at[3].add(1))
+            state = dataclasses.replace(state, blocks=wrong)
         return state, copies
 
 
 @pytest.mark.parametrize("linear", [False, True])
 def test_bisect_finds_a_planted_fault(session, linear):
     player = Faulty(session[0], 317)
-    # A leaked block can be looked for; only a step in which one was free can lose it.
-    assert int(Player(session[0]).state(317).blocks.num_free) > 0
     holds = compiled_predicate("check_invariants", player)
     assert first_failure(player, holds, linear=linear) == 317
     assert next(m for m in player.verify() if m is not None).step == 317
@@ -362,23 +370,74 @@ def test_an_old_log_is_kept_and_a_full_disk_ends_the_log_only(folder, caplog):
     assert Player(read_log(path)).num_steps >= 2
 
 
-def run_script(*argv, stdin=None):
-    return subprocess.run(
-        [sys.executable, ROOT / "scripts" / "replay.py", *map(str, argv)],
-        input=stdin, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+@pytest.fixture
+def script(monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("replay_script", SCRIPT)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    monkeypatch.setattr(program, "_keep_compiled", lambda: None)  # a setting of the process
+
+    def run(*argv, typed=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        status = program.main(list(map(str, argv)))
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
 
 
-@pytest.mark.slow
-def test_the_script(session, folder):
+def test_the_script(session, folder, script):
     path = folder / "events.log"
-    result = run_script(path, "verify")
-    assert result.returncode == 0
-    assert "500 states" in result.stdout or "states are the recorded ones" in result.stdout
-    assert run_script(folder / "wrong.log", "verify").returncode == 1
-    assert "step 123" in run_script(path, "diff", "122", "123").stdout
-    assert run_script(path, "show", "9999").returncode == 2
-    result = run_script(path, "bisect", "counters.num_preemptions == 0")
-    assert "first fails at step" in result.stdout
-    result = run_script(path, stdin="goto 10\nnext\nback\nd\nq\n")
-    assert "step 11" in result.stdout
+    status, out, _ = script(path, "diff", 1, 3)
+    assert status == 0
+    assert "step 2, " in out
+    assert "from 1 to 3: " in out
+    status, out, _ = script(path, "show", 40)
+    assert status == 0
+    assert "step 40, " in out
+    status, _, err = script(path, "show", 9999)
+    assert status == 2
+    assert "step must be from 0 to" in err
+    assert script(path, "diff", 3, 1)[0] == 2
+    status, out, _ = script(path, "bisect", "step < 30")
+    assert status == 1
+    assert "first fails at step 30" in out
+    assert script(path, "bisect", "step >= 0", "--linear")[:1] == (0,)
+    assert script(path, "bisect", "1 +")[0] == 2
+    assert script(folder / "none.log", "verify")[0] == 2
+    assert script(path, "verify", "--model", "x")[0] == 2  # it has no text, or there is no such one
+
+
+def test_the_script_verifies(session, folder, script):
+    path = folder / "short.log"
+    record(path, num_steps=20)
+    status, out, _ = script(path, "verify")
+    assert status == 0
+    assert "states have checksums, and all are equal" in out
+
+    def change(_, kind, arrays, values):
+        if kind == Kind.RESULT and values["step"] == 9:
+            arrays["sums"] = arrays["sums"] ^ np.eye(1, len(arrays["sums"]), 3, np.uint32)[0]
+
+    rewritten(path, folder / "short-wrong.log", change)
+    status, out, _ = script(folder / "short-wrong.log", "verify")
+    assert status == 1
+    assert "step 9: the state differs in rows.error" in out
+    (folder / "short-cut.log").write_bytes(path.read_bytes()[:-3])
+    status, out, _ = script(folder / "short-cut.log", "verify")
+    assert status == 1
+    assert "PROBLEM  the log is truncated" in out
+
+
+def test_by_hand(player):
+    typed = "goto 10\nn\nb 2\nd 8 9\nfind step < 12\nc\nx\ngoto 9999\ngoto z\n\nq\n"
+    out = io.StringIO()
+    shell = Shell(player, stdin=io.StringIO(typed), stdout=out)
+    shell.use_rawinput = False
+    shell.cmdloop()
+    text = out.getvalue()
+    for words in (
+        *("step 10, ", "from 10 to 11: ", "9/", "from 8 to 9: ", "step 12, ", "from 11 to 12: "),
+        *("Unknown syntax: x", "error: step must be from 0 to", "error: invalid literal"),
+    ):
+        assert words in text

@@ -7,10 +7,16 @@ import time
 
 import pytest
 
-from pagedjax.engine import AsyncEngine, EngineDeadError, InvalidRequestError, QueueFullError
+from pagedjax.engine import (
+    AsyncEngine,
+    EngineDeadError,
+    EngineSavedError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from pagedjax.engine.async_engine import _Mailbox
 from pagedjax.sampling_params import SamplingParams
-from tests.shell.tiny import drain
+from tests.shell.tiny import drain, make_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
@@ -82,6 +88,54 @@ def test_stopping_does_not_hold_up_the_event_loop(async_engine, monkeypatch):
 
     assert asyncio.run(main()) < 0.4
     async_engine.engine.abort("request-0")
+
+
+def test_who_leaves_while_it_is_saved_ends_nothing(async_engine, monkeypatch, tmp_path):
+    """At its end a server closes connections; the requests behind them must be in the snapshot."""
+    engine, saving, go = async_engine.engine, threading.Event(), threading.Event()
+    save = engine.save
+
+    def slow_save(*args, **options):
+        saving.set()
+        go.wait(20)
+        return save(*args, **options)
+
+    monkeypatch.setattr(engine, "save", slow_save)
+
+    async def main():
+        gone, stays = [await async_engine.generate("hello", LONG) for _ in range(2)]
+        future = async_engine.save_and_stop(tmp_path / "state", extra=lambda: {"x": 1})
+        await asyncio.to_thread(saving.wait, 20)
+        gone.close()
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await async_engine.generate("hello", GREEDY)
+        go.set()
+        with pytest.raises(EngineSavedError):
+            await collect(stays)
+        await asyncio.wrap_future(future)
+
+    asyncio.run(main())
+    other = make_engine()
+    requests, extra = other.resume(tmp_path / "state")
+    assert [r.request_id for r in requests] == ["request-0", "request-1"]
+    assert extra == {"x": 1}
+    resumed = AsyncEngine(other)
+    assert resumed.new_id() == "request-2"
+    for request_id in ("request-0", "request-1"):
+        engine.abort(request_id)
+
+
+def test_saving_fails_when_the_engine_has_failed(async_engine, monkeypatch, tmp_path):
+    def broken():
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(async_engine.engine, "settle", broken)
+    future = async_engine.save(tmp_path / "state")
+    with pytest.raises(RuntimeError, match="no device"):
+        future.result(20)
+    async_engine._thread.join(20)
+    with pytest.raises(EngineDeadError, match="no device"):
+        async_engine.save(tmp_path / "state")
 
 
 def test_an_id_in_use_is_refused_and_free_again_afterwards(async_engine):

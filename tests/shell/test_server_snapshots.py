@@ -49,6 +49,12 @@ PROMPTS = ["hello", "a shared beginning, 1", "a shared beginning, 2", "x" * 20, 
 OPTIONS = {"max_tokens": 60, "temperature": 0.8, "seed": 5, "ignore_eos": True, "logprobs": 2}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def closed_at_the_end():
+    yield
+    HTTP.close()
+
+
 @pytest.fixture(scope="module")
 def expected():
     sampling = SamplingParams(**OPTIONS)
@@ -57,10 +63,10 @@ def expected():
 
 
 @contextlib.contextmanager
-def serving(folder, engine=None, step_s=0.0):
+def serving(folder, engine=None, step_s=0.0, interval_s=None):
     """(address, engine, snapshots) of a server in a thread."""
     engine = make_engine() if engine is None else engine
-    snapshots = ServerSnapshots(folder)
+    snapshots = ServerSnapshots(folder, interval_s=interval_s)
     snapshots.resume(engine)
     step = engine.step
     engine.step = lambda: time.sleep(step_s) or step()
@@ -71,7 +77,10 @@ def serving(folder, engine=None, step_s=0.0):
         async def startup(self, sockets=None):
             await super().startup(sockets)
             at_exit = _end_requests_at_exit(self, async_engine, snapshots)
-            self.at_exit = asyncio.create_task(at_exit)
+            self.tasks = [
+                asyncio.create_task(at_exit),
+                asyncio.create_task(snapshots.save_at_intervals()),
+            ]
 
     server = Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -198,7 +207,7 @@ def test_killed_and_stopped_and_resumed(tmp_path, expected):
 
 def test_stopped_and_resumed(tmp_path, expected):
     with ThreadPoolExecutor(len(PROMPTS) + 1) as pool:
-        with serving(tmp_path, step_s=0.03) as (url, engine, snapshots):
+        with serving(tmp_path, step_s=0.03) as (url, engine, _):
             waiting = [pool.submit(post, url, i) for i in range(len(PROMPTS))]
             stream = pool.submit(
                 lambda: [
@@ -212,7 +221,8 @@ def test_stopped_and_resumed(tmp_path, expected):
                 ]
             )  # fmt: skip
             deadline = time.monotonic() + 60
-            while snapshots.results.num_unfinished() < len(PROMPTS) + 1:
+            ids = ["chatcmpl-talk-0", *(f"cmpl-job-{i}-0" for i in range(len(PROMPTS)))]
+            while not all(map(engine.is_in_use, ids)):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         for one in waiting:
@@ -220,7 +230,7 @@ def test_stopped_and_resumed(tmp_path, expected):
         *_, error, done = stream.result()
         assert done == "[DONE]"
         assert "GET /results/chatcmpl-talk" in json.loads(error)["error"]["message"]
-    with serving(tmp_path) as (url, engine, snapshots):
+    with serving(tmp_path) as (url, engine, _):
         for i in range(len(PROMPTS)):
             check(wait_for_result(url, f"cmpl-job-{i}"), expected[i])
         talk = wait_for_result(url, "chatcmpl-talk")
@@ -279,6 +289,23 @@ def test_a_failing_snapshot_is_said_and_the_old_one_stays(tmp_path, monkeypatch)
         assert snapshots.path.read_bytes() == before
         assert post(url, 0).status_code == 200  # the engine goes on
         assert HTTP.post(f"{url}/snapshot").status_code == 200
+
+
+def test_saved_at_intervals_while_there_is_something_new(tmp_path):
+    with serving(tmp_path, interval_s=0.1) as (url, _, snapshots):
+        assert post(url, 0).status_code == 200
+        deadline = time.monotonic() + 30
+        while not snapshots.path.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        before = None
+        while before != (before := snapshots.path.stat().st_mtime_ns):
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        assert post(url, 1).status_code == 200
+        while snapshots.path.stat().st_mtime_ns == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def test_without_a_folder_there_are_no_such_paths(engine):

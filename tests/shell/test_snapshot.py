@@ -256,6 +256,29 @@ def test_arrays_are_views_of_the_file(tmp_path):
         assert not read[name].flags.owndata
 
 
+def test_failing_to_write_loses_nothing(tmp_path, monkeypatch, uninterrupted):
+    """What the save has read of the steps in flight comes from the next step."""
+    engine, outputs = started(), {}
+    step_for(engine, 7, outputs)
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            engine.save(tmp_path / "state")
+    assert engine.has_work()
+    collect(drain(engine), outputs)
+    assert facts(outputs) == uninterrupted
+
+
+def test_extra_comes_back(tmp_path):
+    engine = make_engine()
+    engine.save(tmp_path / "state", extra={"a": [1, "b"]})
+    assert make_engine().resume(tmp_path / "state") == ([], {"a": [1, "b"]})
+
+
 def test_only_blocks_in_use_are_written(tmp_path):
     engine = make_engine()
     engine.save(tmp_path / "empty")
