@@ -11,6 +11,7 @@ from pagedjax.core.policies import is_waiting
 from pagedjax.core.prefix import lookup, match
 from pagedjax.core.ragged import cdiv, inverse, take, when
 from pagedjax.core.state import NULL, SchedulerState, Status
+from pagedjax.core.swap import num_moved
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +27,7 @@ class Admitted:
     chunk: jax.Array  #: tokens to compute in this step
     num_new: jax.Array  #: blocks to allocate
     copy_src: jax.Array  #: block to copy into the first new block, or NULL
+    swapped: jax.Array  #: the row where it was swapped out, else NULL
     ref_counts: jax.Array  #: [N]: of the pool, the shared blocks' new holders counted
 
 
@@ -41,6 +43,7 @@ def _nobody(config: SchedulerConfig, ref_counts) -> Admitted:
         chunk=zero,
         num_new=zero,
         copy_src=null,
+        swapped=null,
         ref_counts=ref_counts,
     )
 
@@ -63,18 +66,29 @@ def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Adm
     a, b = config.max_admissions, config.block_size
     num_shared, shared, num_inside, source = _find_prefix(config, state, row_ids)
     cached = num_shared * b + num_inside
+    swapped = valid & (state.rows.status[row_ids] == Status.SWAPPED)
+    if config.num_host_blocks:  # rows that are swapped out have their blocks already
+        num_shared = jnp.where(swapped, state.blocks.num_blocks_held[row_ids], num_shared)
+        shared = jnp.where(swapped[:, None], state.blocks.block_tables[row_ids], shared)
+        cached = jnp.where(swapped, state.rows.num_computed_tokens[row_ids], cached)
+        source = jnp.where(swapped, NULL, source)
     left = jnp.where(valid, state.rows.num_tokens[row_ids] - cached, 0)
     chunk = jnp.clip(budget - (jnp.cumsum(left) - left), 0, left)
     num_new = jnp.where(chunk > 0, cdiv(cached + chunk, b) - num_shared, 0)
     candidate = jnp.broadcast_to(jnp.arange(a, dtype=jnp.int32)[:, None], shared.shape)
-    wanted = jnp.where(valid[:, None], shared, NULL)
+    wanted = jnp.where((valid & ~swapped)[:, None], shared, NULL)
     payer = jnp.full(config.num_blocks, NULL, jnp.int32).at[wanted].min(candidate, mode="drop")
     pays = (take(state.blocks.ref_counts, wanted, 1) == 0) & (
         take(payer, wanted, NULL) == candidate
     )
     whole = jnp.where(valid, cdiv(state.rows.num_tokens[row_ids], b) - num_shared, 0)
     cost = whole + pays.sum(1, dtype=jnp.int32)
-    ok = valid & (chunk > 0) & (jnp.cumsum(cost) <= room)
+    ok = valid & (chunk > 0)
+    if config.num_host_blocks:
+        moved = jnp.where(swapped, num_moved(config, state, row_ids), 0)
+        cost += moved
+        ok &= jnp.cumsum(moved) <= config.swap_in_capacity
+    ok &= jnp.cumsum(cost) <= room
 
     def only(field, empty):
         return jnp.where(ok, field, empty)
@@ -89,7 +103,10 @@ def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Adm
         chunk=only(chunk, 0),
         num_new=only(num_new, 0),
         copy_src=only(source, NULL),
-        ref_counts=state.blocks.ref_counts.at[shared].add(1, mode="drop"),
+        swapped=jnp.where(ok & swapped, row_ids, NULL),
+        ref_counts=state.blocks.ref_counts.at[jnp.where(ok[:, None], wanted, NULL)].add(
+            1, mode="drop"
+        ),
     )
 
 
@@ -183,6 +200,9 @@ def _start_rows(config: SchedulerConfig, state: SchedulerState, admitted: Admitt
         last = jnp.max(jnp.where(found, rows.arrival, -1))
         overtaken = is_waiting(rows.status) & ~found & (rows.arrival < last)
         passed_over = put(passed_over, 0) + overtaken.astype(jnp.int32)
+    num_cached = admitted.num_shared[which]
+    if config.num_host_blocks:  # what is cached of a row that was swapped out
+        num_cached = jnp.where(rows.status == Status.SWAPPED, rows.num_cached_blocks, num_cached)
     rows = dataclasses.replace(
         rows,
         status=put(rows.status, Status.RUNNING),
@@ -191,7 +211,7 @@ def _start_rows(config: SchedulerConfig, state: SchedulerState, admitted: Admitt
         num_tokens_dropped=put(rows.num_tokens_dropped, 0),
         num_computed_tokens=put(rows.num_computed_tokens, hits),
         num_hit_tokens=jnp.where(first_time, hits, rows.num_hit_tokens),
-        num_cached_blocks=put(rows.num_cached_blocks, admitted.num_shared[which]),
+        num_cached_blocks=put(rows.num_cached_blocks, num_cached),
         chain_broken=put(rows.chain_broken, False),
     )
     blocks = dataclasses.replace(

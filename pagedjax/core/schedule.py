@@ -26,6 +26,7 @@ from pagedjax.core.state import (
     SchedulerState,
     Status,
 )
+from pagedjax.core.swap import drop_swapped, note_stuck, retire_host, swap_in, swaps_of
 
 
 def schedule(
@@ -48,13 +49,22 @@ def schedule(
         )
     state = retire(config, state)
     state = _reject_impossible(config, state)
+    state = drop_swapped(config, state)
+    num_preemptions = state.counters.num_preemptions
     order = rank_rows(config, state)
-    state, order, grant, num_new, num_running, pressed = _grant(config, state, order, num_tokens)
+    state, order, grant, num_new, num_running, pressed, out = _grant(
+        config, state, order, num_tokens
+    )
     state, grant, num_new, admitted = admit(
         config, state, order, grant, num_new, num_running, pressed, num_tokens
     )
     state = _allocate(config, state, order, num_new, num_tokens)
+    if out is not None:
+        state, *back = swap_in(config, state, admitted.swapped)
     plan = make_plan(config, state, order, grant, admitted, num_tokens)
+    if out is not None:
+        state = note_stuck(config, state, grant, num_preemptions)
+        plan = dataclasses.replace(plan, swaps=swaps_of(out, back))
     return state, plan
 
 
@@ -80,7 +90,7 @@ def retire(config: SchedulerConfig, state: SchedulerState) -> SchedulerState:
         config.use_cond, out.any(), lambda p: release(p, state.prefix.slot, state.step, ids), pool
     )
     rows = dataclasses.replace(rows, status=jnp.where(out, Status.EMPTY, rows.status))
-    state = dataclasses.replace(state, rows=rows)
+    state = dataclasses.replace(retire_host(config, state, out), rows=rows)
     held = jnp.where(out, 0, blocks.num_blocks_held)
     return with_pool(state, pool, num_blocks_held=held)
 
@@ -108,9 +118,9 @@ def _grant(config: SchedulerConfig, state: SchedulerState, order, num_tokens: in
     """Hand the budget to running rows, oldest first; preempt some if blocks run out.
 
     Returns:
-      (state, order [S], grant [S], num_new_blocks [S], num_running [], pressed []), all by rank; of
-      the running rows those in the step come first. `pressed` tells that blocks ran out, so
-      nobody is admitted in this step.
+      (state, order [S], grant [S], num_new_blocks [S], num_running [], pressed [], out), all by
+      rank; of the running rows those in the step come first. `pressed` tells that blocks ran out,
+      so nobody is admitted in this step; `out` which rows are swapped out, or None.
     """
     rows, blocks = state.rows, state.blocks
     running = rows.status[order] == Status.RUNNING
@@ -120,10 +130,10 @@ def _grant(config: SchedulerConfig, state: SchedulerState, order, num_tokens: in
     need = jnp.where(grant > 0, cdiv(computed + grant, config.block_size) - held, 0)
     available = blocks.num_free + num_evictable(blocks, state.prefix)
     num_running = running.sum(dtype=jnp.int32)
-    state, order, grant, need, pressed = preempt(
+    state, order, grant, need, pressed, out = preempt(
         config, state, order, grant, need, available, num_running
     )
-    return state, order, grant, need, num_running, pressed
+    return state, order, grant, need, num_running, pressed, out
 
 
 def _allocate(config: SchedulerConfig, state: SchedulerState, order, num_new, num_tokens: int):
