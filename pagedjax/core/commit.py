@@ -102,5 +102,6 @@ def _report(state: SchedulerState, plan: Plan, sampled, token, logprob) -> StepO
         num_unscheduled_tokens=behind.sum(dtype=jnp.int32),
         num_free_blocks=blocks.num_free,
         num_evictable_blocks=num_evictable(blocks, state.prefix),
+        num_free_host_blocks=state.swap.num_free,
         counters=state.counters,
     )

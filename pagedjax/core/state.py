@@ -246,6 +246,7 @@ class StepOutput:
     num_unscheduled_tokens: jax.Array  #: [] int32: tokens that running rows still have to compute
     num_free_blocks: jax.Array  #: [] int32: on the free stack
     num_evictable_blocks: jax.Array  #: [] int32: cached and held by nobody
+    num_free_host_blocks: jax.Array  #: [] int32: of the host pool
     counters: Counters
 
 

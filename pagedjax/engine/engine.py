@@ -96,7 +96,11 @@ class Engine:
         self._own_fingerprint: dict[str, Any] | None = None
         longest = max(map(len, tokenizer.vocabulary.token_bytes), default=1)
         self._longest_token = max(longest, 1)
-        self._stats = StatsKeeper(num_blocks=sizes.num_blocks, block_size=sizes.block_size)
+        self._stats = StatsKeeper(
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            num_host_blocks=sizes.num_host_blocks,
+        )
 
     # -- any thread ------------------------------------------------------------------------------
 
@@ -312,7 +316,10 @@ class Engine:
 
         Raises:
           OSError: it could not be written; a file that was there is unharmed.
+          RuntimeError: a request is swapped out; the file would not hold its blocks. It may be
+            tried again after some steps. Nothing is written.
         """
+        self._refuse_host_blocks()
         outputs = []
         while self._in_flight:
             outputs += self._read()
@@ -329,6 +336,15 @@ class Engine:
             now=self._clock(),
         )
         return outputs
+
+    def _refuse_host_blocks(self) -> None:
+        num_host = self._sizes.num_host_blocks
+        num_used = num_host - int(self._device.state.scheduler.swap.num_free)
+        if num_used:
+            raise RuntimeError(
+                f"{num_used} of the {num_host} blocks in host memory (num_host_blocks) are in use "
+                "by requests that are swapped out; a snapshot does not hold them"
+            )
 
     def load(self, path: str | Path) -> list[Request]:
         """Resume what `save` has written, in an engine that is idle: the same model, tokenizer and

@@ -32,6 +32,7 @@ class Rows:
       computed: int, of them computed; for waiting rows, expected in the prefix cache.
       most: int, the row ends when `total` gets there.
       unseen: int, steps in flight that were launched before the row was there.
+      swapped: bool, waiting rows that have computed all of `computed`, but need blocks for it.
       num_available_blocks: free or evictable.
       admitting: False when the head of the queue is known not to fit into memory (only the device
         knows exactly what is cached, and who holds it).
@@ -44,6 +45,7 @@ class Rows:
     unseen: np.ndarray
     num_available_blocks: int
     admitting: bool
+    swapped: np.ndarray | bool = False
 
 
 def grants(rows: Rows, num_tokens: int, sizes: Sizes) -> np.ndarray:
@@ -68,6 +70,7 @@ def advance(rows: Rows, num_tokens: int, sizes: Sizes) -> Rows:
         computed=computed[stay],
         most=rows.most[stay],
         unseen=np.maximum(rows.unseen - 1, 0)[stay],
+        swapped=rows.swapped if isinstance(rows.swapped, bool) else rows.swapped[stay],
         num_available_blocks=rows.num_available_blocks - int(used),
     )
 
@@ -100,7 +103,8 @@ def _candidates(rows: Rows, num_tokens: int, sizes: Sizes) -> np.ndarray:
     candidates = ~rows.running & (rank < end) & (rows.unseen == 0)
     # As in the core: all that is known of a row must fit, or it waits and those behind it too.
     # Cached blocks are taken to be held by somebody; those that are not cost one each.
-    whole = -(-rows.total // sizes.block_size) - rows.computed // sizes.block_size
+    cached = np.where(rows.swapped, 0, rows.computed) // sizes.block_size
+    whole = -(-rows.total // sizes.block_size) - cached
     needs = np.where(candidates, whole, 0)
     room = num_spare_blocks(rows, sizes) - np.where(rank > 0, sizes.watermark_blocks, 0)
     return candidates & (np.cumsum(needs) <= room)
