@@ -54,7 +54,7 @@ def crowded(seed, steps, **changes):
     """A driver in the middle of its work, with rows swapped out."""
     driver = Driver(**SIZES, **changes)
     rng = np.random.default_rng(seed)
-    for i in range(steps):
+    for _ in range(steps):
         for row in driver.empty_rows():
             prompt = rng.integers(0, 6, int(rng.integers(1, 12))).tolist()
             driver.add_request(prompt, len(prompt) + 24, stop=False, row=row)
