@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Attention = Literal["auto", "xla", "pallas", "reference"]
+PreemptionMode = Literal["auto", "recompute", "swap"]
 SCHEDULING_POLICIES = ("fcfs", "priority", "round_robin", "longest_prefix")
 PREEMPTION_POLICIES = ("newest", "most_tokens", "lowest_priority")
 
@@ -104,6 +105,26 @@ class EngineConfig:
     module:function: yours. None: lowest_priority if scheduling_policy is priority, else newest.
     The oldest running request never steps back."""
 
+    preemption_mode: PreemptionMode = "auto"
+    """What becomes of the blocks of a request that steps back. recompute: they are dropped, and
+    computed again when it resumes. swap: they move to host memory (swap_space_gib) and back; what
+    has no room there is recomputed. auto: whichever takes less time, by swap_gib_per_s and
+    recompute_tokens_per_s; without swap space, recompute."""
+
+    swap_space_gib: float = 0.0
+    """Host memory for the blocks of requests that have stepped back, in GiB. 0: none."""
+
+    num_host_blocks: int | None = None
+    """The same in blocks. None: as many as fit into swap_space_gib."""
+
+    swap_gib_per_s: float | None = None
+    """How fast blocks move between the device and host memory, one way. None: 8 on a CPU, 20 on a
+    GPU (PCIe 4.0)."""
+
+    recompute_tokens_per_s: float | None = None
+    """How fast a prompt is computed again, while its context is short. None: 1,000 on a CPU, 20,000
+    on a GPU."""
+
     max_passed_over: int = 64
     """Steps in which later requests may start before a waiting one; then it goes before all others.
     0: no bound, and a request that the policy never chooses waits forever."""
@@ -170,6 +191,7 @@ class EngineConfig:
         _check_range("time_slice_tokens", self.time_slice_tokens, 1, 1 << 24)
         _check_policy("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _check_policy("preemption_policy", self.preemption_policy, PREEMPTION_POLICIES)
+        self._check_swap()
         _check_range("max_logprobs", self.max_logprobs, 0, 1024)
         _check_range("max_stop_token_ids", self.max_stop_token_ids, 1, 1024)
         _check_range("seed", self.seed, 0, MAX_SEED)
@@ -195,6 +217,25 @@ class EngineConfig:
             if getattr(self, name) and not getattr(self, needs):
                 raise ValueError(f"{name} must be false without {needs} (got True)")
         self._check_buckets()
+
+    def _check_swap(self) -> None:
+        _check_range("num_host_blocks", self.num_host_blocks, 0, MAX_SLOTS // self.block_size)
+        if self.swap_space_gib < 0:
+            raise ValueError(f"swap_space_gib must be at least 0 (got {self.swap_space_gib})")
+        for name in ("swap_gib_per_s", "recompute_tokens_per_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be above 0 (got {value})")
+        if self.swap_space_gib and self.num_host_blocks is not None:
+            raise ValueError(
+                f"swap_space_gib is {self.swap_space_gib} and num_host_blocks "
+                f"{self.num_host_blocks}; give one"
+            )
+        has_space = bool(self.swap_space_gib or self.num_host_blocks)
+        if self.preemption_mode == "swap" and not has_space:
+            raise ValueError("preemption_mode swap needs swap_space_gib or num_host_blocks above 0")
+        if self.preemption_mode == "recompute" and has_space:
+            raise ValueError("preemption_mode recompute never uses swap_space_gib; leave it 0")
 
     def _check_buckets(self) -> None:
         buckets = self.token_buckets
@@ -304,12 +345,21 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"unknown key {key!r} {where}; {hint}")
 
 
+_FLOATS = (
+    "memory_fraction",
+    "watermark",
+    "swap_space_gib",
+    "swap_gib_per_s",
+    "recompute_tokens_per_s",
+)
+
+
 def _from_plain(key: str, value: Any) -> Any:
     """TOML and JSON have arrays, the dataclass tuples; a whole number stands for a float, and
     callers in Python may have a path for a folder's name."""
     if key == "token_buckets" and isinstance(value, list):
         return tuple(value)
-    if key in ("memory_fraction", "watermark") and type(value) is int:
+    if key in _FLOATS and type(value) is int:
         return float(value)
     if key in ("compilation_cache_dir", "event_log") and isinstance(value, Path):
         return str(value)

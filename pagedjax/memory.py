@@ -65,10 +65,26 @@ def auto_num_blocks(
     return num_blocks
 
 
+def num_blocks_of_swap_space(config: EngineConfig, model: ModelShape) -> int | None:
+    """Blocks of the host pool. Raises `ValueError` when swap_space_gib does not hold one."""
+    if not config.swap_space_gib:
+        return config.num_host_blocks
+    one = bytes_per_block(model, block_size=config.block_size, dtype=config.kv_cache_dtype)
+    count = int(config.swap_space_gib * GIB) // one
+    most = MAX_SLOTS // config.block_size
+    if not 1 <= count <= most:
+        raise ValueError(
+            f"swap_space_gib must hold from 1 to {most} blocks of {one} bytes "
+            f"(got {config.swap_space_gib}, which holds {count})"
+        )
+    return count
+
+
 def fill_sizes(
     config: EngineConfig, model: ModelShape, *, platform: str, available_bytes: int
 ) -> EngineConfig:
-    """Replaces num_blocks, num_rows, max_model_len and token_buckets where they are None.
+    """Replaces num_blocks, num_rows, max_model_len and token_buckets where they are None, and
+    swap_space_gib by num_host_blocks.
 
     Raises `ValueError` when max_model_len is more than the model was trained for.
     """
@@ -78,7 +94,12 @@ def fill_sizes(
             f"max_model_len must be at most {trained}, the model's max_position_embeddings "
             f"(got {config.max_model_len})"
         )
+    num_host_blocks = num_blocks_of_swap_space(config, model)
     num_blocks = config.num_blocks
+    if platform == "cpu":  # its pool lies in the same memory
+        available_bytes -= (num_host_blocks or 0) * bytes_per_block(
+            model, block_size=config.block_size, dtype=config.kv_cache_dtype
+        )
     if num_blocks is None:
         num_blocks = auto_num_blocks(
             config, model, platform=platform, available_bytes=available_bytes
@@ -87,6 +108,8 @@ def fill_sizes(
     return dataclasses.replace(
         config,
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        swap_space_gib=0.0,
         num_rows=config.table_rows,
         max_model_len=max_model_len,
         token_buckets=config.buckets,

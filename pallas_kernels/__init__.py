@@ -7,6 +7,7 @@ lies in memory.
 """
 
 from pallas_kernels.block_copy.api import copy_blocks, gather_blocks, scatter_blocks
+from pallas_kernels.block_copy.host import move_blocks
 from pallas_kernels.kv_write.api import write_kv
 from pallas_kernels.paged_attention.api import make_metadata, paged_attention
 from pallas_kernels.pool import NULL, block_bytes, init_pool, pool_shape
@@ -18,6 +19,7 @@ __all__ = [
     "gather_blocks",
     "init_pool",
     "make_metadata",
+    "move_blocks",
     "paged_attention",
     "pool_shape",
     "scatter_blocks",

@@ -13,6 +13,7 @@ from pagedjax.core.prefix import lookup, match
 from pagedjax.core.pytree import pytree
 from pagedjax.core.ragged import cdiv, inverse, take, when
 from pagedjax.core.state import NULL, SchedulerState, Status
+from pagedjax.core.swap import num_moved
 
 
 @pytree
@@ -29,6 +30,7 @@ class Admitted:
     chunk: jax.Array  #: tokens to compute in this step
     num_new: jax.Array  #: blocks to allocate
     copy_src: jax.Array  #: block to copy into the first new block, or NULL
+    swapped: jax.Array  #: the row where it was swapped out, else NULL
     ref_counts: jax.Array  #: [N]: of the pool, the shared blocks' new holders counted
 
 
@@ -46,6 +48,7 @@ def _nobody(config: SchedulerConfig, ref_counts) -> Admitted:
         chunk=zero,
         num_new=zero,
         copy_src=null,
+        swapped=null,
         ref_counts=ref_counts,
     )
 
@@ -75,6 +78,14 @@ def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Adm
         pairs = zip(forked, found, strict=True)
         cached, num_shared, shared, num_cached = (choose(forks, new, old) for new, old in pairs)
         source = jnp.where(forks, NULL, source)
+    swapped = valid & (state.rows.status[row_ids] == Status.SWAPPED)
+    if config.num_host_blocks:  # rows that are swapped out have their blocks already
+        forks &= ~swapped
+        num_shared = jnp.where(swapped, state.blocks.num_blocks_held[row_ids], num_shared)
+        shared = jnp.where(swapped[:, None], state.blocks.block_tables[row_ids], shared)
+        cached = jnp.where(swapped, state.rows.num_computed_tokens[row_ids], cached)
+        num_cached = jnp.where(swapped, state.rows.num_cached_blocks[row_ids], num_cached)
+        source = jnp.where(swapped, NULL, source)
     left = jnp.where(valid, state.rows.num_tokens[row_ids] - cached, 0)
     chunk = jnp.clip(budget - (jnp.cumsum(left) - left), 0, left)
     num_new = jnp.where(chunk > 0, cdiv(cached + chunk, b) - num_shared, 0)
@@ -84,13 +95,23 @@ def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Adm
         whole = jnp.where(valid, config.max_blocks_per_seq, 0)
         num_new = jnp.where(chunk > 0, whole, 0)
     candidate = jnp.broadcast_to(jnp.arange(a, dtype=jnp.int32)[:, None], shared.shape)
-    wanted = jnp.where(valid[:, None], shared, NULL)
+    wanted = jnp.where((valid & ~swapped)[:, None], shared, NULL)
     payer = jnp.full(config.num_blocks, NULL, jnp.int32).at[wanted].min(candidate, mode="drop")
     pays = (take(state.blocks.ref_counts, wanted, 1) == 0) & (
         take(payer, wanted, NULL) == candidate
     )
     cost = whole + pays.sum(1, dtype=jnp.int32)
-    ok = valid & (chunk > 0) & (jnp.cumsum(cost) <= room)
+    ok = valid & (chunk > 0)
+    if config.num_host_blocks:
+        # Of its last block one is needed only if it did not move, since others hold it.
+        last = take(state.blocks.block_tables, (row_ids, cached // b), NULL)
+        copies = (cached % b > 0) & (take(state.blocks.ref_counts, last, 0) > 1)
+        own = cdiv(state.rows.num_tokens[row_ids], b) - num_shared + copies.astype(jnp.int32)
+        cost = jnp.where(swapped, own, cost)
+        moved = jnp.where(swapped, num_moved(config, state, row_ids), 0)
+        cost += moved
+        ok &= jnp.cumsum(moved) <= config.swap_in_capacity
+    ok &= jnp.cumsum(cost) <= room
 
     def only(field, empty):
         return jnp.where(ok, field, empty)
@@ -107,7 +128,10 @@ def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Adm
         chunk=only(chunk, 0),
         num_new=only(num_new, 0),
         copy_src=only(source, NULL),
-        ref_counts=state.blocks.ref_counts.at[shared].add(1, mode="drop"),
+        swapped=jnp.where(ok & swapped, row_ids, NULL),
+        ref_counts=state.blocks.ref_counts.at[jnp.where(ok[:, None], wanted, NULL)].add(
+            1, mode="drop"
+        ),
     )
 
 

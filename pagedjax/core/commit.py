@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from pagedjax.core.blocks import num_evictable
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.policies import is_waiting
 from pagedjax.core.prefix import finish_hash, mix
 from pagedjax.core.ragged import take
 from pagedjax.core.register import register
@@ -99,10 +100,11 @@ def _report(state: SchedulerState, plan: Plan, sampled, token, logprob) -> StepO
         top_logprobs=sampled.top_logprobs,
         step=state.step,
         num_running=running.sum(dtype=jnp.int32),
-        num_waiting=(rows.status == Status.WAITING).sum(dtype=jnp.int32),
+        num_waiting=is_waiting(rows.status).sum(dtype=jnp.int32),
         num_scheduled_tokens=plan.query_start_loc[-1],
         num_unscheduled_tokens=behind.sum(dtype=jnp.int32),
         num_free_blocks=blocks.num_free,
         num_evictable_blocks=num_evictable(blocks, state.prefix),
+        num_free_host_blocks=state.swap.num_free,
         counters=state.counters,
     )

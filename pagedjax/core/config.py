@@ -7,6 +7,8 @@ SCHEDULING_POLICIES = ("fcfs", "priority", "round_robin", "longest_prefix")
 """Names of the built-in orders of admission, see `pagedjax.core.policies`."""
 PREEMPTION_POLICIES = ("newest", "most_tokens", "lowest_priority")
 """Names of the built-in choices of victims."""
+PREEMPTION_MODES = ("auto", "recompute", "swap")
+"""What becomes of a victim's blocks."""
 
 BATCHING = ("continuous", "static")
 KV_CACHE = ("paged", "contiguous", "none")
@@ -54,6 +56,15 @@ class SchedulerConfig:
       max_passed_over: steps in which rows that came later may be admitted before a waiting row;
         after that it is admitted before all others. 0: no bound.
       time_slice_tokens: tokens that a row of the round robin produces before it yields.
+      num_host_blocks: blocks of the second pool in host memory; 0: there is none.
+      preemption_mode: what becomes of a victim's blocks. "recompute": they are dropped. "swap":
+        they move to the host pool, or are dropped if it has no room. "auto": whichever costs less;
+        without a host pool, "recompute".
+      max_swap_in_blocks: most blocks that come back from the host pool in one step; a row comes
+        back whole or not. 0: as many as the longest row may have.
+      swap_cost_per_block: of moving one block one way, for "auto", in any unit.
+      recompute_cost_per_token: of computing one token again, in the same unit.
+      recompute_cost_per_context: the same, for each token before it.
     """
 
     num_rows: int
@@ -80,6 +91,12 @@ class SchedulerConfig:
     preemption_policy: str | Callable = "newest"
     max_passed_over: int = 64
     time_slice_tokens: int = 64
+    num_host_blocks: int = 0
+    preemption_mode: str = "auto"
+    max_swap_in_blocks: int = 0
+    swap_cost_per_block: float = 1.0
+    recompute_cost_per_token: float = 1.0
+    recompute_cost_per_context: float = 0.0
 
     def __post_init__(self):
         positive = (
@@ -126,6 +143,7 @@ class SchedulerConfig:
                 raise ValueError(
                     f"{name} must be one of {', '.join(known)} or a function, got {policy!r}"
                 )
+        self._check_swap()
         if not 1 <= self.hash_mask <= 0xFFFFFFFF:
             raise ValueError(f"hash_mask must be in [1, 2**32 - 1], got {self.hash_mask}")
         if self.num_blocks * self.block_size >= 2**31:
@@ -133,6 +151,37 @@ class SchedulerConfig:
                 f"num_blocks * block_size must be below 2**31, got {self.num_blocks} * "
                 f"{self.block_size}"
             )
+
+    def _check_swap(self):
+        mode = self.preemption_mode
+        if mode not in PREEMPTION_MODES:
+            raise ValueError(
+                f"preemption_mode must be one of {', '.join(PREEMPTION_MODES)}, got {mode!r}"
+            )
+        for name in (
+            "num_host_blocks",
+            "swap_cost_per_block",
+            "recompute_cost_per_token",
+            "recompute_cost_per_context",
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if mode == "swap" and not self.num_host_blocks:
+            raise ValueError("preemption_mode 'swap' needs num_host_blocks above 0")
+        if mode == "recompute" and self.num_host_blocks:
+            raise ValueError("num_host_blocks must be 0 with preemption_mode 'recompute'")
+        longest = self.max_blocks_per_seq
+        if self.max_swap_in_blocks and self.max_swap_in_blocks < longest:
+            raise ValueError(
+                f"max_swap_in_blocks must be 0 or at least {longest}, the blocks of the longest "
+                f"sequence, got {self.max_swap_in_blocks}"
+            )
+
+    @property
+    def swap_in_capacity(self) -> int:
+        """C: most blocks that come back from the host pool in one step."""
+        most = self.max_swap_in_blocks or self.max_blocks_per_seq
+        return min(most, self.num_host_blocks)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pagedjax.core.config import SchedulerConfig
-from pagedjax.core.state import NULL, Plan, SchedulerState
+from pagedjax.core.state import NULL, EngineState, Plan, SchedulerState
 from pagedjax.sampling import Sampled, SamplingInputs, sample
-from pallas_kernels import copy_blocks
+from pallas_kernels import copy_blocks, move_blocks
 
 
 class Model(Protocol):
@@ -57,6 +57,18 @@ def sampling_inputs(state: SchedulerState, plan: Plan) -> SamplingInputs:
     )
 
 
+def swap_out_blocks(state: EngineState, plan: Plan) -> tuple[jax.Array | None, jax.Array | None]:
+    """The host pools with the blocks that leave the device in this step. Before `execute`: the
+    plan may have given those blocks to other rows. (None, None) without a host pool."""
+    if plan.swaps is None:
+        return None, None
+    out = plan.swaps.out_src, plan.swaps.out_dst, plan.swaps.num_out
+    return (
+        move_blocks(state.k_pool, state.host_k_pool, *out),
+        move_blocks(state.v_pool, state.host_v_pool, *out),
+    )
+
+
 def execute(
     params,
     k_pool: jax.Array,
@@ -66,13 +78,15 @@ def execute(
     *,
     config: SchedulerConfig,
     model: Model,
+    host_pools: tuple[jax.Array | None, jax.Array | None] = (None, None),
 ) -> tuple[jax.Array, jax.Array, Sampled]:
-    """Copy blocks, run the model, sample the rows that have caught up.
+    """Copy blocks, swap blocks in, run the model, sample the rows that have caught up.
 
     Args:
       params: the model's pytree.
       k_pool, v_pool: the KV pool, all layers; consumed (donate them, and nothing is copied).
       plan: of `schedule`. inputs: of `sampling_inputs`.
+      host_pools: of `swap_out_blocks`; only read.
 
     Returns:
       (k_pool, v_pool, sampled).
@@ -80,6 +94,11 @@ def execute(
     k_pool, v_pool = copy_blocks(
         k_pool, v_pool, plan.copy_src, plan.copy_dst, implementation=model.attention
     )
+    if plan.swaps is not None:
+        # Not before the copies: the source of one may have been evicted to make room for this.
+        back = plan.swaps.in_src, plan.swaps.in_dst, plan.swaps.num_in
+        k_pool = move_blocks(host_pools[0], k_pool, *back)
+        v_pool = move_blocks(host_pools[1], v_pool, *back)
     k_pool, v_pool, hidden = model.forward(params, k_pool, v_pool, plan, plan.logit_index)
     sampled = _sample(params, hidden, inputs, plan.num_seqs, config=config, model=model)
     # A chunk that is not its row's last samples nothing, but its keys and values are cached. A bad

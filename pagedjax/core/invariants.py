@@ -23,7 +23,9 @@ class Violations:
     sentinels: jax.Array  #: NULL within, or not NULL past, `num_blocks_held`
     holdings: jax.Array  #: rows that hold more or fewer blocks than their tokens need
     lengths: jax.Array  #: rows without computed <= num_tokens <= max_model_len
-    idle_rows: jax.Array  #: EMPTY or WAITING rows that hold blocks
+    idle_rows: jax.Array  #: EMPTY or WAITING rows that hold blocks, on the device or the host
+    host_pool: jax.Array  #: host blocks with a wrong count, twice free, free and held, or leaked
+    host_tables: jax.Array  #: columns of a row on the host and the device, or out of range
     concurrency: jax.Array  #: running rows beyond `max_num_seqs`
     index: jax.Array  #: index entries that do not point at their block and back, or twin hashes
     parents: jax.Array  #: cached blocks whose parent is not cached, or is held less than they are
@@ -51,6 +53,7 @@ def check_invariants(
     return Violations(
         **_check_pool(config, state, held),
         **_check_rows(config, state, held, between=plan is not None),
+        **_check_host(config, state, held),
         **_check_index(config, state, held),
         **_check_plan(config, state, plan),
     )
@@ -74,7 +77,9 @@ def _check_pool(config, state, held):
         "free_stack": _count((times_free > 1) | ((times_free > 0) & taken)) + _count(bad_entry),
         "coverage": _count((times_free == 0) & ~taken),
         "duplicates": _count(same),
-        "sentinels": _count(jnp.where(held, ~inside, blocks.block_tables != NULL)),
+        "sentinels": _count(
+            jnp.where(held & ~_on_host(config, state), ~inside, blocks.block_tables != NULL)
+        ),
         "ref_errors": state.counters.num_ref_errors,
     }
 
@@ -82,7 +87,8 @@ def _check_pool(config, state, held):
 def _check_rows(config, state, held, between):
     rows, blocks = state.rows, state.blocks
     running, finished = rows.status == Status.RUNNING, rows.status == Status.FINISHED
-    live = running | finished | (rows.status == Status.WAITING)
+    swapped = rows.status == Status.SWAPPED
+    live = running | finished | swapped | (rows.status == Status.WAITING)
     num_held = blocks.num_blocks_held
     needed = cdiv(rows.num_computed_tokens, config.block_size)
     exact = num_held == needed
@@ -96,10 +102,38 @@ def _check_rows(config, state, held, between):
     # Between schedule and commit a row also holds the blocks its scheduled tokens need.
     wrong = (num_held > 0) & ~exact & ~jnp.asarray(between)
     return {
-        "holdings": _count((running | finished) & wrong),
+        "holdings": _count((running | finished | swapped) & wrong)
+        + _count(swapped & (rows.num_computed_tokens < 1)),
         "lengths": _count(live & bad_length),
-        "idle_rows": _count(~running & ~finished & (num_held > 0)),
+        "idle_rows": _count(~running & ~finished & ~swapped & (num_held > 0))
+        + _count(~finished & ~swapped & _on_host(config, state).any(1)),
         "concurrency": excess,
+    }
+
+
+def _on_host(config, state):
+    """[S, M] bool: the column's block lies in the host pool."""
+    if not config.num_host_blocks:
+        return jnp.zeros(state.blocks.block_tables.shape, bool)
+    return state.swap.host_tables != NULL
+
+
+def _check_host(config, state, held):
+    n, swap = config.num_host_blocks, state.swap
+    if not n:
+        zero = jnp.int32(0)
+        return {"host_pool": zero, "host_tables": zero}
+    named = jnp.zeros(n, jnp.int32).at[swap.host_tables].add(1, mode="drop")
+    stack = jnp.where(jnp.arange(n) < swap.num_free, swap.free_stack, NULL)
+    times_free = jnp.zeros(n, jnp.int32).at[stack].add(1, mode="drop")
+    bad_entry = (stack != NULL) & ((stack < 0) | (stack >= n))
+    bad = (named != swap.ref_counts) | (named > 1) | (times_free + named != 1)
+    there = _on_host(config, state)
+    inside = (swap.host_tables >= 0) & (swap.host_tables < n)
+    wrong = there & (~inside | ~held | (state.blocks.block_tables != NULL))
+    return {
+        "host_pool": _count(bad) + _count(bad_entry) + swap.num_ref_errors,
+        "host_tables": _count(wrong),
     }
 
 
@@ -164,6 +198,11 @@ def _check_plan(config, state, plan):
     wrong = held != needed if config.kv_cache == "paged" else held < needed
     wrong |= rows.status[row] != Status.RUNNING
     wrong |= (after > rows.num_tokens[row]) | (plan.num_scheduled_tokens < 1)
+    if plan.swaps is not None:
+        back = jnp.arange(plan.swaps.in_dst.shape[0]) < plan.swaps.num_in
+        dst = jnp.where(back, plan.swaps.in_dst, NULL)
+        shared = jnp.concatenate([shared, back & (take(blocks.ref_counts, dst, 0) != 1)])
+        cached = jnp.concatenate([cached, back & (take(state.prefix.slot, dst, 0) != NULL)])
     return {
         "budget": jnp.maximum(total - t, 0),
         "written": twice + _count(shared) + _count(cached) + jnp.abs(_count(real) - total),

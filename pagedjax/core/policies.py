@@ -24,7 +24,7 @@ from pagedjax.core.state import NULL, SchedulerState, Status
 
 def is_waiting(status):
     """Whether rows of this status want to be admitted."""
-    return status == Status.WAITING
+    return (status == Status.WAITING) | (status == Status.SWAPPED)
 
 
 # -- admission: the lowest key first ---------------------------------------------------------------
@@ -68,7 +68,9 @@ def longest_prefix(state: SchedulerState, config: SchedulerConfig):
         cached = lookup(config, state.prefix, hashes) != NULL
         low, high = jnp.where(cached, middle, low), jnp.where(cached, high, middle - 1)
         low = jnp.minimum(low, jnp.maximum(high, 0))
-    return -low
+    # A row that is swapped out has all it had computed.
+    kept = jnp.where(rows.status == Status.SWAPPED, rows.num_computed_tokens, 0)
+    return -jnp.maximum(low, kept // config.block_size)
 
 
 # -- preemption: the greatest key steps back first -------------------------------------------------

@@ -1,7 +1,8 @@
 """Preemption: when running rows need more blocks than there are, some of them step back.
 
 Victims drop their blocks and wait to be computed again, from the prefix cache where their blocks
-survive there. They keep their place in the order of arrival.
+survive there; or their blocks move to host memory and come back (`pagedjax.core.swap`). They keep
+their place in the order of arrival.
 
 Which rows: `pagedjax.core.policies.victim_order` puts the running rows in an order, and the fewest
 at its end go. By default that is the order of arrival, so the newest step back.
@@ -17,6 +18,7 @@ from pagedjax.core.fork import writes_shared
 from pagedjax.core.policies import victim_order, yielding
 from pagedjax.core.ragged import take, when
 from pagedjax.core.state import NULL, SchedulerState, Status
+from pagedjax.core.swap import no_swap_out, plan_swap_out, swap_out
 
 
 def blocks_back(tables, ref_counts):
@@ -63,10 +65,10 @@ def preempt(
     int32. By row: held_back: [S] bool, waits for a member of its group.
 
     Returns:
-      (state, order, grant, need, pressed): ranks that stay in the step come first, in their order,
-      and the others get nothing. The oldest row is never preempted; not even it is scheduled
+      (state, order, grant, need, pressed, out): ranks that stay in the step come first, in their
+      order, and the others get nothing. The oldest row is never preempted; not even it is scheduled
       when it must wait a step for others to give blocks back. `pressed` [] bool: rows had to step
-      back or aside, so nobody is to be admitted.
+      back or aside, so nobody is to be admitted. `out`: which of them are swapped out, or None.
     """
     blocks, s = state.blocks, config.num_rows
     k = min(config.max_preemptions, s)
@@ -78,7 +80,7 @@ def preempt(
         pressed |= yields.any()
 
     def choose(operand):
-        pool, order, grant, need, _ = operand
+        pool, order, grant, need, *_ = operand
         place = victim_order(config, state, order, num_running, yields)
         candidate = first + jnp.arange(k, dtype=jnp.int32)
         row = jnp.where(
@@ -100,6 +102,9 @@ def preempt(
             keep = jnp.minimum(keep, num_running - yields.sum(dtype=jnp.int32))
         goes = candidate >= jnp.maximum(keep, 1)
         ids = jnp.where(goes[:, None], tables, NULL)
+        out = None
+        if config.num_host_blocks:
+            out, ids = plan_swap_out(config, state, row, goes, tables)
         pool = release(pool, state.prefix.slot, state.step, ids)
         victim = jnp.zeros(s, bool).at[jnp.where(goes, row, NULL)].set(True, mode="drop")
         stays = jnp.zeros(s, bool).at[place].set(rank < keep)
@@ -108,13 +113,16 @@ def preempt(
         moved = jnp.zeros(s, jnp.int32).at[before].set(rank)
         stays = stays[moved]
         grant, need = jnp.where(stays, grant[moved], 0), jnp.where(stays, need[moved], 0)
-        return pool, order[moved], grant, need, victim
+        return pool, order[moved], grant, need, victim, out
 
-    operand = (pool_of(state), order, grant, need, jnp.zeros(s, bool))
+    operand = (pool_of(state), order, grant, need, jnp.zeros(s, bool), no_swap_out(config))
     yields_by_row = None if yields is None else jnp.zeros(s, bool).at[order].set(yields)
-    pool, order, grant, need, victim = when(config.use_cond, pressed, choose, operand)
+    pool, order, grant, need, victim, out = when(config.use_cond, pressed, choose, operand)
+    num_computed = state.rows.num_computed_tokens
     state = _step_back(config, with_pool(state, pool), victim, yields_by_row)
-    return state, order, grant, need, pressed
+    if out is not None:
+        state = swap_out(config, state, out, num_computed)
+    return state, order, grant, need, pressed, out
 
 
 def _step_back(config: SchedulerConfig, state: SchedulerState, victim, yields):

@@ -124,11 +124,14 @@ def abort(state: SchedulerState, rows_to_abort: jax.Array) -> SchedulerState:
     The blocks go back in a following `schedule`; cached ones stay cached.
     """
     rows = state.rows
-    live = (rows.status == Status.WAITING) | (rows.status == Status.RUNNING)
+    swapped = rows.status == Status.SWAPPED
+    live = (rows.status == Status.WAITING) | (rows.status == Status.RUNNING) | swapped
     end = live & rows_to_abort
     rows = dataclasses.replace(
         rows,
         status=jnp.where(end, Status.FINISHED, rows.status),
         finish_reason=jnp.where(end, FinishReason.ABORT, rows.finish_reason),
+        # Nothing of it can be cached any more: some of its blocks are not on the device.
+        chain_broken=rows.chain_broken | (end & swapped),
     )
     return dataclasses.replace(state, rows=rows)

@@ -27,6 +27,7 @@ from pagedjax.core.state import (
     SchedulerState,
     Status,
 )
+from pagedjax.core.swap import drop_swapped, note_stuck, retire_host, swap_in, swaps_of
 
 
 def schedule(
@@ -49,9 +50,11 @@ def schedule(
         )
     state = retire(config, state)
     state = _reject_impossible(config, state)
+    state = drop_swapped(config, state)
+    num_preemptions = state.counters.num_preemptions
     held = held_back(config, state) if config.enable_forks else jnp.zeros(config.num_rows, bool)
     order = rank_rows(config, state, held)
-    state, order, grant, num_new, num_copies, num_running, pressed = _grant(
+    state, order, grant, num_new, num_copies, num_running, pressed, out = _grant(
         config, state, order, held, num_tokens
     )
     state, grant, num_new, admitted = admit(
@@ -59,7 +62,12 @@ def schedule(
     )
     copied = copies_on_write(config, state, order, grant)
     state = _allocate(config, state, order, num_new, copied, num_tokens)
+    if out is not None:
+        state, *back = swap_in(config, state, admitted.swapped)
     plan = make_plan(config, state, order, grant, admitted, copied, num_tokens)
+    if out is not None:
+        state = note_stuck(config, state, grant, num_preemptions)
+        plan = dataclasses.replace(plan, swaps=swaps_of(out, back))
     return state, plan
 
 
@@ -87,7 +95,7 @@ def retire(config: SchedulerConfig, state: SchedulerState) -> SchedulerState:
         config.use_cond, out.any(), lambda p: release(p, state.prefix.slot, state.step, ids), pool
     )
     rows = dataclasses.replace(rows, status=jnp.where(out, Status.EMPTY, rows.status))
-    state = dataclasses.replace(state, rows=rows)
+    state = dataclasses.replace(retire_host(config, state, out), rows=rows)
     held = jnp.where(out, 0, blocks.num_blocks_held)
     return with_pool(state, pool, num_blocks_held=held)
 
@@ -116,10 +124,11 @@ def _grant(config: SchedulerConfig, state: SchedulerState, order, held_back, num
     [S] bool: rows that wait for a member of their group, not for a place.
 
     Returns:
-      (state, order [S], grant [S], num_new_blocks [S], num_copies [], num_running [], pressed []),
-      all by rank; of the running rows those in the step come first. num_copies: blocks needed
+      (state, order [S], grant [S], num_new_blocks [S], num_copies [], num_running [], pressed [],
+      out), all by rank; of the running rows those in the step come first. num_copies: blocks needed
       besides, since rows share what they are about to write; fewer if somebody is preempted.
-      pressed: rows had to step back or aside, so nobody is admitted in this step.
+      pressed: rows had to step back or aside, so nobody is admitted in this step; `out` which rows
+      are swapped out, or None.
     """
     rows, blocks = state.rows, state.blocks
     running = rows.status[order] == Status.RUNNING
@@ -132,10 +141,10 @@ def _grant(config: SchedulerConfig, state: SchedulerState, order, held_back, num
     copies = (copies_on_write(config, state, order, grant) != NULL).astype(jnp.int32)
     available = blocks.num_free + num_evictable(blocks, state.prefix)
     num_running = running.sum(dtype=jnp.int32)
-    state, order, grant, need, pressed = preempt(
+    state, order, grant, need, pressed, out = preempt(
         config, state, order, grant, need, copies, held_back, available, num_running
     )
-    return state, order, grant, need, copies.sum(dtype=jnp.int32), num_running, pressed
+    return state, order, grant, need, copies.sum(dtype=jnp.int32), num_running, pressed, out
 
 
 def _allocate(

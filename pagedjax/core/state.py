@@ -34,6 +34,7 @@ class Status(IntEnum):
     WAITING = 1  #: has a request, holds no block (new, or preempted)
     RUNNING = 2  #: holds blocks, takes part in steps
     FINISHED = 3  #: ended; its blocks go back in a following `schedule`, then it is EMPTY
+    SWAPPED = 4  #: waits as WAITING does, but keeps what it has computed, mostly in the host pool
 
 
 class FinishReason(IntEnum):
@@ -124,6 +125,21 @@ class PrefixIndex:
 
 
 @pytree
+class SwapMap:
+    """The pool in host memory: Nh blocks, each of which one row holds or none.
+
+    The tables are empty when there is no host pool. See `pagedjax.core.swap`.
+    """
+
+    ref_counts: jax.Array  #: [Nh] int32: 1 where a row's table names the block
+    free_stack: jax.Array  #: [Nh] int32: entries below `num_free` are the free blocks
+    num_free: jax.Array  #: [] int32
+    host_tables: jax.Array  #: [S, M] int32: host block of column j, NULL where it did not move
+    stuck: jax.Array  #: [] bool: the last step could do nothing
+    num_ref_errors: jax.Array  #: [] int32: as in `Counters`
+
+
+@pytree
 class Counters:
     """Totals since the start. All [] int32; they wrap after 2**31, differences stay right."""
 
@@ -131,6 +147,11 @@ class Counters:
     num_early_preemptions: jax.Array  #: of them, of resumed rows that had no new token yet
     num_yields: jax.Array  #: of them, at the end of a time slice
     num_recomputed_tokens: jax.Array  #: computed again after a preemption
+    num_swaps_out: jax.Array  #: preemptions after which the row's blocks were kept
+    num_swaps_in: jax.Array
+    num_blocks_swapped_out: jax.Array
+    num_blocks_swapped_in: jax.Array
+    num_swaps_dropped: jax.Array  #: rows swapped out that were given up; see `drop_swapped`
     num_evictions: jax.Array
     num_block_copies: jax.Array
     num_hit_tokens: jax.Array
@@ -146,6 +167,7 @@ class SchedulerState:
     rows: SequenceTable
     blocks: BlockPool
     prefix: PrefixIndex
+    swap: SwapMap
     counters: Counters
     step: jax.Array  #: [] int32: steps committed
     next_arrival: jax.Array  #: [] int32
@@ -160,6 +182,8 @@ class EngineState:
     scheduler: SchedulerState
     k_pool: jax.Array
     v_pool: jax.Array
+    host_k_pool: jax.Array | None = None  #: None without a host pool
+    host_v_pool: jax.Array | None = None
 
 
 @pytree
@@ -181,6 +205,20 @@ class Plan:
     slot_mapping: jax.Array  #: [T] int32: block * B + offset; NULL in padding
     copy_src: jax.Array  #: [A or A + R] int32: blocks to copy before the forward pass
     copy_dst: jax.Array  #: like copy_src: all sources are read before any destination is written
+    swaps: "Swaps | None" = None  #: None without a host pool
+
+
+@pytree
+class Swaps:
+    """Blocks to move before the forward pass: out first of all, in after the step's block copies.
+    The first `num_*` entries of each list count."""
+
+    out_src: jax.Array  #: [L] int32: device blocks
+    out_dst: jax.Array  #: [L] int32: host blocks
+    num_out: jax.Array  #: [] int32
+    in_src: jax.Array  #: [C] int32: host blocks
+    in_dst: jax.Array  #: [C] int32: device blocks
+    num_in: jax.Array  #: [] int32
 
 
 @pytree
@@ -205,6 +243,7 @@ class StepOutput:
     num_unscheduled_tokens: jax.Array  #: [] int32: tokens that running rows still have to compute
     num_free_blocks: jax.Array  #: [] int32: on the free stack
     num_evictable_blocks: jax.Array  #: [] int32: cached and held by nobody
+    num_free_host_blocks: jax.Array  #: [] int32: of the host pool
     counters: Counters
 
 
@@ -257,10 +296,20 @@ def init_scheduler(config: SchedulerConfig) -> SchedulerState:
         last_child=null(n),
         older_sibling=null(n),
     )
+    host = config.num_host_blocks
+    swap = SwapMap(
+        ref_counts=zeros(host),
+        free_stack=jnp.arange(host - 1, -1, -1, dtype=jnp.int32),
+        num_free=jnp.asarray(host, jnp.int32),
+        host_tables=null(s, m if host else 0),
+        stuck=zeros(dtype=bool),
+        num_ref_errors=zeros(),
+    )
     return SchedulerState(
         rows=rows,
         blocks=blocks,
         prefix=prefix,
+        swap=swap,
         counters=Counters(**{f.name: zeros() for f in dataclasses.fields(Counters)}),
         step=zeros(),
         next_arrival=zeros(),

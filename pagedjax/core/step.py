@@ -7,21 +7,28 @@ Under `jax.jit` with the state donated, nothing of the size of the KV pool is co
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pagedjax.core.commit import commit
-from pagedjax.core.execute import StepConfig, execute, sampling_inputs
+from pagedjax.core.execute import StepConfig, execute, sampling_inputs, swap_out_blocks
 from pagedjax.core.pytree import pytree
 from pagedjax.core.schedule import schedule
 from pagedjax.core.state import EngineState, Status, StepOutput, init_scheduler
 from pallas_kernels import gather_blocks, init_pool, scatter_blocks
 
 
-def init_state(config: StepConfig, *, kv_dtype) -> EngineState:
-    """An idle engine with an empty KV pool of `kv_dtype` (float32, bfloat16 or float16)."""
+def init_state(config: StepConfig, *, kv_dtype, host_memory: Any = None) -> EngineState:
+    """An idle engine with an empty KV pool of `kv_dtype` (float32, bfloat16 or float16).
+
+    Args:
+      host_memory: the `jax.sharding.Sharding` of the host pool, if there is one (on a GPU one of
+        memory kind "pinned_host"). None: where new arrays go, which on a CPU is host memory.
+    """
     model, sizes = config.model, config.scheduler
     k_pool, v_pool = init_pool(
         num_layers=model.num_layers,
@@ -31,7 +38,22 @@ def init_state(config: StepConfig, *, kv_dtype) -> EngineState:
         head_dim=model.head_dim,
         dtype=kv_dtype,
     )
-    return EngineState(scheduler=init_scheduler(sizes), k_pool=k_pool, v_pool=v_pool)
+    host_pools = (None, None)
+    if sizes.num_host_blocks:
+        shape = (k_pool.shape[0], sizes.num_host_blocks, *k_pool.shape[2:])
+        host_pools = [
+            jnp.zeros(shape, pool.dtype)
+            if host_memory is None
+            else jax.device_put(np.zeros(shape, pool.dtype), host_memory)
+            for pool in (k_pool, v_pool)
+        ]
+    return EngineState(
+        scheduler=init_scheduler(sizes),
+        k_pool=k_pool,
+        v_pool=v_pool,
+        host_k_pool=host_pools[0],
+        host_v_pool=host_pools[1],
+    )
 
 
 def read_blocks(state: EngineState, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -64,11 +86,27 @@ def step(
     sizes = config.scheduler
     scheduler, plan = schedule(state.scheduler, config=sizes, num_tokens=num_tokens)
     inputs = sampling_inputs(scheduler, plan)
+    host_pools = swap_out_blocks(state, plan)
     k_pool, v_pool, sampled = execute(
-        params, state.k_pool, state.v_pool, plan, inputs, config=sizes, model=config.model
+        params,
+        state.k_pool,
+        state.v_pool,
+        plan,
+        inputs,
+        config=sizes,
+        model=config.model,
+        host_pools=host_pools,
     )
     scheduler, output = commit(scheduler, plan, sampled, config=sizes)
-    return EngineState(scheduler=scheduler, k_pool=k_pool, v_pool=v_pool), output
+    host_k_pool, host_v_pool = host_pools
+    state = EngineState(
+        scheduler=scheduler,
+        k_pool=k_pool,
+        v_pool=v_pool,
+        host_k_pool=host_k_pool,
+        host_v_pool=host_v_pool,
+    )
+    return state, output
 
 
 @pytree

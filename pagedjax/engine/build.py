@@ -63,7 +63,7 @@ def build_engine(
     engine = Engine(
         jax.device_put(loaded.params, device),
         StepConfig(
-            scheduler=scheduler_config(config, platform=device.platform),
+            scheduler=scheduler_config(config, platform=device.platform, model=loaded.config),
             model=LlamaModel(
                 config=loaded.config, attention=attention, deterministic=config.deterministic
             ),
@@ -79,9 +79,14 @@ def build_engine(
     return engine
 
 
-def scheduler_config(config: EngineConfig, *, platform: str) -> SchedulerConfig:
-    """The scheduler's static sizes from settings in which nothing is left open."""
+def scheduler_config(config: EngineConfig, *, platform: str, model: Any = None) -> SchedulerConfig:
+    """The scheduler's static sizes from settings in which nothing is left open.
+
+    Args:
+      model: its shape, from which the costs of swapping are (`swap_costs`); None without swapping.
+    """
     on_cpu = platform == "cpu"
+    costs = {} if model is None or not config.num_host_blocks else swap_costs(config, model, on_cpu)
     return SchedulerConfig(
         num_rows=config.table_rows,
         max_num_seqs=config.max_num_seqs,
@@ -102,6 +107,9 @@ def scheduler_config(config: EngineConfig, *, platform: str) -> SchedulerConfig:
         time_slice_tokens=config.time_slice_tokens,
         # In the baselines a request's samples run as requests of their own.
         enable_forks=config.batching == "continuous" and config.kv_cache == "paged",
+        num_host_blocks=config.num_host_blocks or 0,
+        preemption_mode=config.preemption_mode,
+        **costs,
         # A GPU prefers one straight line of kernels to branches, and scatters are cheap there.
         use_cond=on_cpu,
         max_retirements=min(16, config.table_rows) if on_cpu else config.table_rows,
@@ -109,6 +117,25 @@ def scheduler_config(config: EngineConfig, *, platform: str) -> SchedulerConfig:
         # Rounded first: 0.29 of 100 blocks are 29, not the 28 of binary fractions.
         watermark_blocks=int(round(config.num_blocks * config.watermark, 6)),
     )
+
+
+def swap_costs(config: EngineConfig, model: Any, on_cpu: bool) -> dict[str, float]:
+    """Costs of `preemption_mode` auto, all in seconds.
+
+    A token's attention costs as much as all else of it at a context of about six times the model's
+    width: 24 w^2 operations a layer for the weights against 4 w for each token of the context.
+    """
+    gib_per_s = config.swap_gib_per_s or (8.0 if on_cpu else 20.0)
+    token_s = 1 / (config.recompute_tokens_per_s or (1000.0 if on_cpu else 20000.0))
+    block_bytes = memory.bytes_per_block(
+        model, block_size=config.block_size, dtype=config.kv_cache_dtype
+    )
+    width = model.num_attention_heads * model.head_dim
+    return {
+        "swap_cost_per_block": block_bytes / (gib_per_s * memory.GIB),
+        "recompute_cost_per_token": token_s,
+        "recompute_cost_per_context": token_s / (6 * width),
+    }
 
 
 def default_preemption_policy(config: EngineConfig) -> str:

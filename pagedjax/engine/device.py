@@ -36,6 +36,7 @@ class Ended:
     status: jax.Array  #: [S] int32
     num_free_blocks: jax.Array  #: [] int32
     num_evictable_blocks: jax.Array  #: [] int32
+    num_free_host_blocks: jax.Array  #: [] int32
 
 
 def end_rows(
@@ -56,6 +57,7 @@ def end_rows(
         status=state.rows.status,
         num_free_blocks=state.blocks.num_free,
         num_evictable_blocks=num_evictable(state.blocks, state.prefix),
+        num_free_host_blocks=state.swap.num_free,
     )
 
 
@@ -82,7 +84,14 @@ class Device:
         self._scatter = jax.jit(write_blocks, donate_argnums=0)
 
     def _fresh_state(self) -> EngineState:
-        return jax.device_put(init_state(self._config, kv_dtype=self._kv_dtype), self._device)
+        host_memory = jax.sharding.SingleDeviceSharding(
+            self._device, memory_kind=None if self._device.platform == "cpu" else "pinned_host"
+        )
+        state = init_state(self._config, kv_dtype=self._kv_dtype, host_memory=host_memory)
+        host_pools = state.host_k_pool, state.host_v_pool
+        state = dataclasses.replace(state, host_k_pool=None, host_v_pool=None)
+        state = jax.device_put(state, self._device)
+        return dataclasses.replace(state, host_k_pool=host_pools[0], host_v_pool=host_pools[1])
 
     @property
     def name(self) -> str:

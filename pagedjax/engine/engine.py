@@ -101,7 +101,11 @@ class Engine:
         self._snapshots = Snapshots(self._device, sizes, tokenizer, self.eos_token_ids)
         if config.event_log is not None:
             self._device.record(open_event_log(config, self._device, self._snapshots.fingerprint))
-        self._stats = StatsKeeper(num_blocks=sizes.num_blocks, block_size=sizes.block_size)
+        self._stats = StatsKeeper(
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            num_host_blocks=sizes.num_host_blocks,
+        )
 
     # -- any thread ------------------------------------------------------------------------------
 
@@ -279,8 +283,11 @@ class Engine:
         Raises:
           OSError: it could not be written; a file that was there is unharmed. What came out of the
             steps comes from the next `step` then.
-          RuntimeError: a request for several outputs is going on; those cannot be saved yet.
+          RuntimeError: a request is swapped out, and the file would not hold its blocks; it may be
+            tried again after some steps. Or a request for several outputs is going on; those cannot
+            be saved yet.
         """
+        self._refuse_host_blocks()
         self._unread = self.settle()
         if self._intake.has_groups():
             raise RuntimeError("a request with n > 1 is going on, which save cannot write yet")
@@ -294,6 +301,15 @@ class Engine:
             extra=extra or {},
         )
         return self._take_unread()
+
+    def _refuse_host_blocks(self) -> None:
+        num_host = self._sizes.num_host_blocks
+        num_used = num_host - int(self._device.state.scheduler.swap.num_free)
+        if num_used:
+            raise RuntimeError(
+                f"{num_used} of the {num_host} blocks in host memory (num_host_blocks) are in use "
+                "by requests that are swapped out; a snapshot does not hold them"
+            )
 
     def load(self, path: str | Path) -> list[Request]:
         """`resume`, without what else the file holds."""

@@ -36,6 +36,7 @@ class Rows:
       computed: int, of them computed; for waiting rows, expected in the prefix cache.
       most: int, the row ends when `total` gets there.
       unseen: int, steps in flight that were launched before the row was there.
+      swapped: bool, waiting rows that have computed all of `computed`, but need blocks for it.
       num_available_blocks: free or evictable.
       admitting: False when the head of the queue is known not to fit into memory (only the device
         knows exactly what is cached, and who holds it), or a static batch has begun to produce.
@@ -48,6 +49,7 @@ class Rows:
     unseen: np.ndarray
     num_available_blocks: int
     admitting: bool
+    swapped: np.ndarray | bool = False
     prompt: np.ndarray | None = None
     group: np.ndarray | None = None
     """int, [n] like prompt: tokens of the prompt, which rows of one group share; -1 is alone. None:
@@ -143,7 +145,8 @@ def _candidates(rows: Rows, num_tokens: int, sizes: Sizes) -> np.ndarray:
     candidates = ready & (rank < end) & (rows.unseen == 0)
     # As in the core: all that is known of a row must fit, or it waits and those behind it too.
     # Cached blocks are taken to be held by somebody; those that are not cost one each.
-    whole = -(-rows.total // sizes.block_size) - rows.computed // sizes.block_size
+    cached = np.where(rows.swapped, 0, rows.computed) // sizes.block_size
+    whole = -(-rows.total // sizes.block_size) - cached
     if sizes.kv_cache == "contiguous":
         whole = np.full_like(whole, sizes.max_blocks_per_seq)
     needs = np.where(candidates, whole, 0)

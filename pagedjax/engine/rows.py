@@ -46,6 +46,7 @@ _SAVED = (
     "num_remembered",
     "priority",
     "turn",
+    "swapped",
 )
 """Arrays of the book that cannot be made from its requests."""
 
@@ -80,6 +81,7 @@ class RowBook:
         self._computed = np.zeros(s, np.int64)
         self._most = np.zeros(s, np.int64)
         self._num_prompt = np.zeros(s, np.int64)
+        self._swapped = np.zeros(s, bool)
         self._priority = np.zeros(s, np.int64)
         self._turn = np.zeros(s, np.int64)  # round robin: as in the core
         self._group = np.full(s, -1, np.int64)
@@ -125,6 +127,7 @@ class RowBook:
         self._priority[row] = request.params.priority
         self._turn[row] = 0
         self._group[row] = -1 if request.group == NULL else request.group
+        self._swapped[row] = False
         if self._prefix is not None:
             self._chains[row] = self._prefix.chain(request.prompt_token_ids)
             self._num_prompt_blocks[row] = len(self._chains[row])
@@ -190,6 +193,7 @@ class RowBook:
             total=self._total[live],
             computed=self._expected_computed(live),
             most=self._most[live],
+            swapped=self._swapped[live],
             unseen=np.maximum(
                 self._first_step[live] - (self._num_launched - len(in_flight) + 1), 0
             ),
@@ -237,6 +241,8 @@ class RowBook:
             return computed
         for i in np.flatnonzero(~self._running[live])[: self._sizes.max_admissions]:
             row = int(live[i])
+            if self._swapped[row]:
+                continue  # it keeps what it has
             computed[i] = self._prefix.num_cached_tokens(self._chains[row], int(self._total[row]))
         return computed
 
@@ -246,14 +252,16 @@ class RowBook:
         status = output.status
         num_held = self._num_held()
         was_waiting = known & self._live & ~self._running
-        steps_back = known & self._running & (status == Status.WAITING)
+        waiting = (status == Status.WAITING) | (status == Status.SWAPPED)
+        steps_back = known & self._running & waiting
         self._turn[steps_back] = self._num_arrived
         self._running = np.where(known, status == Status.RUNNING, self._running)
         self._total = np.where(known, output.num_tokens, self._total)
         self._computed = np.where(known, output.num_computed_tokens, self._computed)
-        self._live &= ~known | (status == Status.RUNNING) | (status == Status.WAITING)
+        self._swapped = np.where(known, status == Status.SWAPPED, self._swapped)
+        self._live &= ~known | (status == Status.RUNNING) | waiting
         self._num_available = int(output.num_free_blocks) + int(output.num_evictable_blocks)
-        num_admitted = int((was_waiting & (status != Status.WAITING)).sum())
+        num_admitted = int((was_waiting & ~waiting).sum())
         preempted = int(output.counters.num_preemptions) != self._num_preemptions
         self._num_preemptions = int(output.counters.num_preemptions)
         did_not_fit = (

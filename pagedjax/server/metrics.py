@@ -28,6 +28,12 @@ def _families(stats: EngineStats) -> Iterator[tuple[str, str, str, list[Sample]]
         ("blocks", "Blocks of the KV pool.", stats.num_blocks),
         ("blocks_used", "Blocks that running requests hold.", used),
         ("blocks_cached", "Blocks kept for reuse that nobody holds.", stats.num_evictable_blocks),
+        ("host_blocks", "Blocks of the pool in host memory.", stats.num_host_blocks),
+        (
+            "host_blocks_used",
+            "Of them, those of requests swapped out.",
+            stats.num_host_blocks - stats.num_free_host_blocks,
+        ),
     ):
         yield name, "gauge", text, [("", {}, value)]
     for name, text, value in (
@@ -38,6 +44,16 @@ def _families(stats: EngineStats) -> Iterator[tuple[str, str, str, list[Sample]]
         ("step_tokens_total", "Tokens computed, over all steps.", stats.computed_tokens),
         ("step_places_total", "Sizes of all steps, padding included.", stats.padded_tokens),
         ("preemptions_total", "Requests put back for want of blocks.", stats.preemptions),
+        (
+            "early_preemptions_total",
+            "Of them, of requests that had got no token since they resumed.",
+            stats.early_preemptions,
+        ),
+        ("recomputed_tokens_total", "Computed again after that.", stats.recomputed_tokens),
+        ("swaps_out_total", "Requests moved to host memory.", stats.swaps_out),
+        ("swaps_in_total", "Requests moved back.", stats.swaps_in),
+        ("blocks_swapped_out_total", "Blocks moved to host memory.", stats.blocks_swapped_out),
+        ("blocks_swapped_in_total", "Blocks moved back.", stats.blocks_swapped_in),
         ("requests_refused_total", "Requests that found the queue full.", stats.refused),
     ):
         yield name, "counter", text, [("", {}, value)]

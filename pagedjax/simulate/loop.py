@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pagedjax.core.commit import commit
+from pagedjax.core.policies import is_waiting
 from pagedjax.core.prefix import mix
 from pagedjax.core.pytree import pytree
 from pagedjax.core.ragged import cdiv, take
@@ -207,7 +208,7 @@ def _keep_book(sim: Simulation, before, output: StepOutput, step) -> Simulation:
     """Note what the step did to each row's request. `before`: [S], status when it began."""
     after = output.status
     refused = output.error == ErrorCode.IMPOSSIBLE
-    waited, waits = before == Status.WAITING, after == Status.WAITING
+    waited, waits = is_waiting(before), is_waiting(after)
     ends = (after == Status.FINISHED) & (before != Status.FINISHED)
     starts = waited & ~waits & ~refused & (sim.admission_step == NOT_YET)
     admission = jnp.where(starts, step, sim.admission_step)

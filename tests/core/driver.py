@@ -134,6 +134,7 @@ class Driver:
         self.jit = compiled(c, num_tokens)
         self.state = init_scheduler(c)
         self.kv = np.zeros(c.num_blocks * c.block_size, object)
+        self.host_kv = np.zeros(c.num_host_blocks * c.block_size, object)
         self.requests: dict[int, Request] = {}
         self.counts = {"finished": 0, "errors": 0, "aborted": 0, "hit_tokens": 0, "copies": 0}
         self.plan = self.output = None
@@ -208,16 +209,19 @@ class Driver:
         for _ in range(2 + self.config.num_rows):
             self.step()
         assert (np.asarray(self.state.blocks.ref_counts) == 0).all()
+        assert int(self.state.swap.num_free) == self.config.num_host_blocks
 
     # ---- the shadow ---------------------------------------------------------------------------
     def _model(self, plan, status_before):
         c, b = self.config, self.config.block_size
+        self._swap_out(plan.swaps)
         src, dst = np.asarray(plan.copy_src), np.asarray(plan.copy_dst)
         real = src != NULL
         self.counts["copies"] += int(real.sum())
         old = self.kv.copy()
         for s, d in zip(src[real], dst[real], strict=True):
             self.kv[d * b : (d + 1) * b] = old[s * b : (s + 1) * b]
+        self._swap_in(plan.swaps)
         num = int(plan.num_seqs)
         rows, lens = np.asarray(plan.row_ids)[:num], np.asarray(plan.seq_lens)[:num]
         start_loc, slots = np.asarray(plan.query_start_loc), np.asarray(plan.slot_mapping)
@@ -242,6 +246,23 @@ class Driver:
             assert list(context) == hashes, f"row {row} reads memory that is not its own"
             out[r] = next_token(hashes[-1], self.alphabet, int(seeds[row]))
         return out
+
+    def _swap_out(self, swaps):
+        if swaps is not None:
+            self._move(self.kv, self.host_kv, swaps.out_src, swaps.out_dst, swaps.num_out)
+
+    def _swap_in(self, swaps):
+        """What has been read is spoilt: nobody else may need it."""
+        if swaps is not None:
+            src = self._move(self.host_kv, self.kv, swaps.in_src, swaps.in_dst, swaps.num_in)
+            self.host_kv.reshape(-1, self.config.block_size)[src] = -1
+
+    def _move(self, source, target, src, dst, count):
+        b = self.config.block_size
+        src, dst = np.asarray(src)[: int(count)], np.asarray(dst)[: int(count)]
+        assert len(set(dst.tolist())) == len(dst)
+        target.reshape(-1, b)[dst] = source.reshape(-1, b)[src]
+        return src
 
     def _collect(self, output):
         status, reason = np.asarray(output.status), np.asarray(output.finish_reason)

@@ -267,6 +267,21 @@ class PolicyForkMachine(ForkMachine):
     }
 
 
+class SwapForkMachine(ForkMachine):
+    """Victims whose blocks others share are swapped out, and come back beside them."""
+
+    sizes: ClassVar = {
+        "num_blocks": 12,
+        "num_host_blocks": 14,
+        "preemption_mode": "swap",
+        "max_model_len": 40,
+        "preemption_policy": "most_tokens",
+        "scheduling_policy": "round_robin",
+        "time_slice_tokens": 3,
+        "max_preemptions": 2,
+    }
+
+
 QUICK = settings(
     max_examples=8,
     stateful_step_count=25,
@@ -276,7 +291,8 @@ QUICK = settings(
 )
 LONG = settings(max_examples=200, stateful_step_count=60, deadline=None)
 
-for machine in (ForkMachine, UncachedForkMachine, TightForkMachine, PolicyForkMachine):
+MACHINES = ForkMachine, UncachedForkMachine, TightForkMachine, PolicyForkMachine, SwapForkMachine
+for machine in MACHINES:
     quick = type(f"Test{machine.__name__}", (machine.TestCase,), {"settings": QUICK})
     long = type(f"Test{machine.__name__}Long", (machine.TestCase,), {"settings": LONG})
     globals()[quick.__name__] = quick

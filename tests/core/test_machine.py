@@ -15,11 +15,12 @@ token = st.integers(0, 5)
 class SchedulerMachine(RuleBasedStateMachine):
     """Invariants and the shadow pool are checked inside `Driver.step`, at every half step."""
 
+    driver_class = Driver
     sizes: ClassVar = {"num_blocks": 16, "hash_mask": 0xFF, "max_model_len": 40}
 
     @initialize()
     def start(self):
-        self.driver = Driver(**self.sizes)
+        self.driver = self.driver_class(**self.sizes)
         self.history = []
 
     @rule(

@@ -100,11 +100,13 @@ def params():
     return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, weights)
 
 
-def make_engine(weights=None, **changes) -> Engine:
-    """An engine over the tiny model, not warmed up."""
+def make_engine(weights=None, costs=None, **changes) -> Engine:
+    """An engine over the tiny model, not warmed up. `costs`: fields of `SchedulerConfig`."""
     config = EngineConfig(**(SETTINGS | changes))
     # Fewer than there are rows, so that a full table is given back row by row.
-    scheduler = replace(scheduler_config(config, platform="cpu"), max_retirements=1)
+    scheduler = replace(
+        scheduler_config(config, platform="cpu"), max_retirements=1, **(costs or {})
+    )
     return Engine(
         params() if weights is None else weights,
         StepConfig(scheduler=scheduler, model=MODEL),
