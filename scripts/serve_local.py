@@ -11,8 +11,10 @@ Ctrl-C stops it; pressed twice, at once. A GPU is used when JAX sees one. With -
 saves its requests when it stops, and goes on with them when it is started again.
 """
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,18 +86,44 @@ def main() -> int:
 
 
 def _serve(args: Args) -> int:
-    from pagedjax.server.run import address, bind, log_line, serve
+    from pagedjax.server.run import bind, log_line
 
-    sock = bind(args.host, args.port)  # before the model: a port in use should not take a minute
+    # Before the model: a port in use should not take a minute.
+    with bind(args.host, args.port) as sock, contextlib.ExitStack() as at_end:
+        snapshots = _snapshots(args, log_line)
+        if snapshots is not None:
+            at_end.callback(snapshots.close)
+        return _serve_engine(args, sock, snapshots)
+
+
+def _snapshots(args: Args, log: Any) -> Any:
+    """The server's snapshots, if it is to have any; a damaged one is refused at once."""
+    if args.snapshot_dir is None:
+        return None
+    from pagedjax.server.snapshots import ServerSnapshots
+
+    snapshots = ServerSnapshots(args.snapshot_dir, interval_s=args.snapshot_interval_s, log=log)
+    with _told_what_to_do():
+        snapshots.check()
+    return snapshots
+
+
+@contextlib.contextmanager
+def _told_what_to_do() -> Iterator[None]:
+    from pagedjax.engine import SnapshotError
+
+    try:
+        yield
+    except SnapshotError as error:
+        raise ValueError(
+            f"{error}. The file is left as it is: move it away to start without it."
+        ) from error
+
+
+def _serve_engine(args: Args, sock: Any, snapshots: Any) -> int:
     from pagedjax.engine import build_engine
+    from pagedjax.server.run import address, log_line, serve
 
-    snapshots = None
-    if args.snapshot_dir is not None:
-        from pagedjax.server.snapshots import ServerSnapshots
-
-        snapshots = ServerSnapshots(
-            args.snapshot_dir, interval_s=args.snapshot_interval_s, log=log_line
-        )
     engine = build_engine(
         args.model,
         args.engine,
@@ -118,14 +146,8 @@ def _serve(args: Args) -> int:
 
 def _resume(snapshots: Any, engine: Any) -> str:
     """Go on from the snapshot, if there is one; -> what to say of it."""
-    from pagedjax.engine import SnapshotError
-
-    try:
+    with _told_what_to_do():
         count = snapshots.resume(engine)
-    except SnapshotError as error:
-        raise ValueError(
-            f"{error}. The file is left as it is: move it away to start without it."
-        ) from error
     if count is None:
         return f"{snapshots.path} (none yet)"
     return f"{snapshots.path}: resumed {count} requests"

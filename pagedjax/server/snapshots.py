@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagedjax.engine import AsyncEngine, Engine, EngineDeadError
+from pagedjax.engine import AsyncEngine, Engine, EngineDeadError, state_file
 from pagedjax.outputs import RequestOutput
 from pagedjax.server.results import Results
 
@@ -64,6 +64,11 @@ class ServerSnapshots:
     def close(self) -> None:
         """Let another server use the folder."""
         os.close(self._lock)
+
+    def check(self) -> None:
+        """Raise `SnapshotError` if the file is damaged: before an engine is built for it."""
+        if self.path.exists():
+            state_file.read(self.path)
 
     def resume(self, engine: Engine) -> int | None:
         """Let an idle engine go on from the snapshot; -> how many HTTP requests, None if there is

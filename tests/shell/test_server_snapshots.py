@@ -320,13 +320,27 @@ def test_a_damaged_snapshot_is_left_alone(tmp_path):
     make_engine().save(snapshots.path)
     data = snapshots.path.read_bytes()
     snapshots.path.write_bytes(data[:-9])
-    with pytest.raises(SnapshotError, match="truncated or damaged"):
-        snapshots.resume(make_engine())
+    for use in (snapshots.check, lambda: snapshots.resume(make_engine())):
+        with pytest.raises(SnapshotError, match="truncated or damaged"):
+            use()
     assert snapshots.path.read_bytes() == data[:-9]
     snapshots.close()
     (tmp_path / ".engine.state.123.part").write_bytes(b"half")
     ServerSnapshots(tmp_path).close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["engine.state", "lock"]
+
+
+def test_the_server_does_not_start_on_a_damaged_snapshot(tmp_path, monkeypatch, capsys):
+    import serve_local
+
+    (tmp_path / "engine.state").write_bytes(b"what is this?")
+    argv = ["serve_local.py", "--port", "0", "--snapshot-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert serve_local.main() == 1
+    err = capsys.readouterr().err
+    assert "is not a PagedJAX snapshot" in err
+    assert "move it away to start without it" in err
+    assert (tmp_path / "engine.state").read_bytes() == b"what is this?"
 
 
 @pytest.mark.parametrize(
