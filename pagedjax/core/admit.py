@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pagedjax.core import beam
 from pagedjax.core.blocks import num_evictable
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.fork import choose, share, sources
@@ -147,6 +148,12 @@ def admit(
     row_ids = take(order, jnp.where(rank < s, rank, NULL), 0)
     valid = (rank < config.max_step_rows(num_tokens)) & ~pressed
     valid &= (rows.status[row_ids] == Status.WAITING) & ~held[row_ids]
+    wanted = state
+    if config.max_beam_width:
+        valid &= beam.may_start(config, rows, row_ids, held, num_running)
+        # The last token of a beam waits for the others of its group.
+        known = dataclasses.replace(rows, num_tokens=beam.known_tokens(config, rows))
+        wanted = dataclasses.replace(state, rows=known)
     budget = num_tokens - grant.sum(dtype=jnp.int32)
     available = state.blocks.num_free + num_evictable(state.blocks, state.prefix)
     # Of these, what running rows still need for the tokens they have is not to be given away.
@@ -171,7 +178,7 @@ def admit(
     admitted = when(
         config.use_cond,
         tried,
-        lambda _: _choose(config, state, row_ids, valid, budget, room),
+        lambda _: _choose(config, wanted, row_ids, valid, budget, room),
         _nobody(config, state.blocks.ref_counts),
     )
     state = _start_rows(config, state, admitted)

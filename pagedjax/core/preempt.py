@@ -11,6 +11,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from pagedjax.core.beam import group_bounds
 from pagedjax.core.blocks import release
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.ragged import take, when
@@ -66,7 +67,7 @@ def preempt(
     first = jnp.maximum(num_running - k, 0)
 
     def choose(operand):
-        *pool, _ = operand
+        *pool, _, _ = operand
         candidate = first + jnp.arange(k, dtype=jnp.int32)
         row = jnp.where(candidate < num_running, take(order, candidate, NULL), NULL)
         column = jnp.arange(config.max_blocks_per_seq)[None]
@@ -79,9 +80,15 @@ def preempt(
         # Demand grows and what comes back shrinks with the rank: those that fit are 0 .. keep.
         fits = (demand <= available + back) & (jnp.arange(s + 1) <= num_running)
         keep = fits.sum(dtype=jnp.int32) - 1
-        goes = candidate >= jnp.maximum(keep, 1)
+        cut = jnp.maximum(keep, 1)
+        if config.max_beam_width:  # beams of one group go together, or stay
+            start, end = group_bounds(state.rows, order, running)
+            keep = jnp.where(keep < num_running, start[keep], keep)
+            whole_first = jnp.where(start[first] == first, first, end[first])
+            cut = jnp.maximum(jnp.maximum(keep, end[0]), whole_first)
+        goes = candidate >= cut
         ids = jnp.where(goes[:, None], tables, NULL)
-        return (*release(tuple(pool), state.prefix.slot, state.step, ids), keep)
+        return (*release(tuple(pool), state.prefix.slot, state.step, ids), keep, cut)
 
     counters = state.counters
     operand = (
@@ -91,9 +98,10 @@ def preempt(
         blocks.last_use,
         counters.num_ref_errors,
         num_running,
+        num_running,
     )
-    *pool, keep = when(config.use_cond, pressed, choose, operand)
-    victim = running & (rank >= jnp.maximum(jnp.maximum(keep, 1), first))
+    *pool, keep, cut = when(config.use_cond, pressed, choose, operand)
+    victim = running & (rank >= jnp.maximum(jnp.maximum(cut, 1), first))
     victim = jnp.zeros(s, bool).at[order].set(victim)
 
     def cleared(field):

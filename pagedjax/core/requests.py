@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pagedjax.core.beam import whole_groups
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.prefix import finish_hash, mix
 from pagedjax.core.state import NULL, FinishReason, SchedulerState, Status
@@ -24,6 +25,12 @@ class RequestParams:
       salt: [] uint32, only requests of equal salt share cached blocks.
       group: [] int32, requests of equal group have the same prompt, which is computed once and
         shared (with `enable_forks`). A number that no other group in the table has; NULL for none.
+      beam_leader: [] int32, the row of its group's first request, which is a beam search with as
+        many beams as the group has requests; NULL for none. They are added one after the other,
+        before the next step, with equal `group` and everything else equal, too. `num_logprobs` is
+        how many continuations of a beam are looked at: the width, and one more for each stop token
+        or, as others do, twice the width.
+      beam_index: [] int32, place among them, from 0, which is the leader.
     """
 
     max_total_tokens: jax.Array
@@ -37,6 +44,8 @@ class RequestParams:
     num_logprobs: jax.Array
     salt: jax.Array
     group: jax.Array = NULL
+    beam_leader: jax.Array = NULL
+    beam_index: jax.Array = 0
 
 
 def add_request(
@@ -66,8 +75,9 @@ def add_request(
     running = jnp.cumsum(terms, dtype=jnp.uint32)
     salt = jnp.asarray(params.salt, jnp.uint32)
     hashes = finish_hash(config, running[config.block_size - 1 :: config.block_size], salt)
+    follows = (jnp.asarray(params.beam_leader) != NULL) & (jnp.asarray(params.beam_index) > 0)
     values = {
-        "status": Status.WAITING,
+        "status": jnp.where(follows, Status.SPARE, Status.WAITING),
         "arrival": state.next_arrival,
         "finish_reason": FinishReason.NONE,
         "error": 0,
@@ -81,6 +91,9 @@ def add_request(
         "chain_broken": False,
         "running_hash": running[-1],
         "group": params.group,
+        "beam_leader": params.beam_leader,
+        "beam_index": params.beam_index,
+        "cum_logprob": 0,
         "salt": salt,
         "seed": params.seed,
         "temperature": params.temperature,
@@ -108,13 +121,14 @@ def abort(state: SchedulerState, rows_to_abort: jax.Array) -> SchedulerState:
     """End waiting and running rows from outside.
 
     Args:
-      rows_to_abort: [S] bool. Rows that are EMPTY or FINISHED already are left as they are.
+      rows_to_abort: [S] bool. Rows that are EMPTY or FINISHED already are left as they are. Beams
+        end with their whole group.
 
     The blocks go back in a following `schedule`; cached ones stay cached.
     """
     rows = state.rows
-    live = (rows.status == Status.WAITING) | (rows.status == Status.RUNNING)
-    end = live & rows_to_abort
+    live = (rows.status != Status.EMPTY) & (rows.status != Status.FINISHED)
+    end = live & whole_groups(rows, rows_to_abort)
     rows = dataclasses.replace(
         rows,
         status=jnp.where(end, Status.FINISHED, rows.status),
