@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from pagedjax.beam_search import BeamSearchParams
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.errors import EngineDeadError, InvalidRequestError
 from pagedjax.engine.request import Request
@@ -125,7 +126,7 @@ class AsyncEngine:
     async def generate(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         request_id: str | None = None,
         **options: Any,

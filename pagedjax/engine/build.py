@@ -90,6 +90,8 @@ def scheduler_config(config: EngineConfig, *, platform: str) -> SchedulerConfig:
         max_stop_token_ids=config.max_stop_token_ids,
         enable_prefix_caching=config.enable_prefix_caching,
         enable_forks=True,
+        max_beam_width=min(config.max_beam_width, config.max_num_seqs, config.max_logprobs),
+        max_preemptions=max(16, config.max_beam_width),
         # A GPU prefers one straight line of kernels to branches, and scatters are cheap there.
         use_cond=on_cpu,
         max_retirements=min(16, config.table_rows) if on_cpu else config.table_rows,

@@ -201,6 +201,9 @@ def _a_request(sizes: SchedulerConfig) -> RequestParams:
         seed=np.uint32(0),
         num_logprobs=np.int32(-1),
         salt=np.uint32(0),
+        group=NULL,
+        beam_leader=NULL,
+        beam_index=np.int32(0),
     )
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from pagedjax.beam_search import BeamSearchParams
 from pagedjax.config import EngineConfig
 from pagedjax.core.execute import StepConfig
 from pagedjax.core.state import NULL, ErrorCode, FinishReason, Status, StepOutput
 from pagedjax.engine import snapshot
+from pagedjax.engine.beams import Beam, check_search, make_search
 from pagedjax.engine.buckets import choose_bucket
 from pagedjax.engine.device import Device, Progress
 from pagedjax.engine.errors import InvalidRequestError, QueueFullError
@@ -107,7 +109,7 @@ class Engine:
         self,
         request_id: str,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         add_special_tokens: bool = True,
         prompt_text: str | None = None,
@@ -117,6 +119,7 @@ class Engine:
         Args:
           request_id: free to be used again when the request has ended.
           prompt: text, or token ids.
+          params: with `BeamSearchParams`, all comes in one output, at the end.
           add_special_tokens: whether encoding text adds what the checkpoint says belongs there.
           prompt_text: text to report for a prompt that is given as token ids.
 
@@ -142,7 +145,7 @@ class Engine:
         self,
         request_id: str,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         add_special_tokens: bool = True,
         prompt_text: str | None = None,
@@ -153,20 +156,21 @@ class Engine:
         text = prompt if isinstance(prompt, str) else prompt_text
         token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
         total = self.check(token_ids, params)
-        request = Request(
-            request_id,
-            text,
-            token_ids,
-            params,
-            seed=self._seed(params),
-            max_total_tokens=total,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-        )
         with self._lock:
             self._num_groups += 1
             group = self._num_groups % NULL
-        request.fan_out(group)
+        known = {
+            "max_total_tokens": total,
+            "tokenizer": self.tokenizer,
+            "eos_token_ids": self.eos_token_ids,
+        }
+        if isinstance(params, BeamSearchParams):
+            known |= {"group": group, "vocab_size": self.vocab_size}
+            request = make_search(request_id, text, token_ids, params, **known)
+        else:
+            seed = self._seed(params)
+            request = Request(request_id, text, token_ids, params, seed=seed, **known)
+            request.fan_out(group)
         for sample in request.samples:
             sample.arrival_time_s = arrival_time_s
         return request
@@ -230,19 +234,20 @@ class Engine:
                 )
         return [int(token_id) for token_id in token_ids]
 
-    def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
+    def check(self, token_ids: Sequence[int], params: SamplingParams | BeamSearchParams) -> int:
         """Refuse a request that can never be served; -> prompt and output tokens at most."""
-        return check_request(
-            token_ids,
-            params,
-            eos_token_ids=self.eos_token_ids,
-            vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
-            max_pool_tokens=self._max_pool_tokens,
-            max_logprobs=self._sizes.max_logprobs,
-            max_stop_token_ids=self._sizes.max_stop_token_ids,
-            num_rows=self._sizes.num_rows,
-        )
+        limits = {
+            "eos_token_ids": self.eos_token_ids,
+            "vocab_size": self.vocab_size,
+            "max_model_len": self.max_model_len,
+            "max_pool_tokens": self._max_pool_tokens,
+            "max_logprobs": self._sizes.max_logprobs,
+            "max_stop_token_ids": self._sizes.max_stop_token_ids,
+            "num_rows": self._sizes.num_rows,
+        }
+        if isinstance(params, BeamSearchParams):
+            return check_search(token_ids, params, sizes=self._sizes, **limits)
+        return check_request(token_ids, params, **limits)
 
     @property
     def _max_pool_tokens(self) -> int:
@@ -391,10 +396,7 @@ class Engine:
             if ended:
                 gone = set(map(id, ended))
                 self._queue = deque(r for r in self._queue if id(r) not in gone)
-            rows = self._rows.free_rows(len(self._queue))
-            placed = [(row, self._queue.popleft()) for row in rows]
-            for row, request in placed:
-                self._rows.take(row, request)
+            placed = self._place()
         for request in ended:
             self._rows.let_go(request)
             try:
@@ -414,6 +416,22 @@ class Engine:
             )
         return self._gatherer.gather(outputs)
 
+    def _place(self) -> list[tuple[int, Request]]:
+        """Take rows for the queue's first requests. The beams of a search get theirs together."""
+        rows, placed = self._rows.free_rows(len(self._queue)), []
+        while self._queue and rows:
+            search = self._queue[0].search
+            width = 1 if search is None else len(self._queue[0].samples)
+            if width > len(rows):
+                break
+            mine, rows = rows[:width], rows[width:]
+            if search is not None:
+                search.place(mine)
+            placed += [(row, self._queue.popleft()) for row in mine]
+        for row, request in placed:
+            self._rows.take(row, request)
+        return placed
+
     def _launch(self) -> bool:
         """Start the next step if, as far as the host can tell, it has something to compute."""
         work = self._rows.forecast([launched.num_tokens for launched in self._in_flight])
@@ -432,7 +450,10 @@ class Engine:
         now = self._clock()
         deltas = []
         for row, request in self._rows.update(output, launched.step, launched.num_tokens):
-            delta = self._advance(request, row, output, now)
+            if request.search is None:
+                delta = self._advance(request, row, output, now)
+            else:
+                delta = self._advance_search(request, output, now)
             if delta is not None:
                 deltas.append((request, delta))
         self._stats.stepped(output, launched.num_tokens)
@@ -461,6 +482,36 @@ class Engine:
                 with self._lock:
                     self._requests.pop(request.request_id, None)
             self._stats.finished(request.finish_reason, request, now)
+        return delta
+
+    def _advance_search(self, leader: Beam, output, now: float) -> RequestOutput | None:
+        """What an output means for a beam search; asked for each of its rows, told for the first.
+
+        The rows end together, so whatever ends one of them ends the search."""
+        if leader.index > 0:
+            return None
+        search, row = leader.search, leader.search.rows[0]
+        if leader.num_cached_tokens is None and output.status[row] != Status.WAITING:
+            leader.num_cached_tokens = int(output.num_hit_tokens[row])
+        finished = output.status[row] == Status.FINISHED
+        delta = None
+        try:
+            if finished and output.finish_reason[row] == FinishReason.ERROR:
+                code = int(output.error[row])
+                delta = search.end("error", ERRORS.get(code, f"error {code}"))
+            else:
+                for place in search.advance(output):
+                    self._stats.token(leader.samples[place], now)
+                delta = search.result(self.tokenizer) if finished else None
+        except Exception as error:  # the host's part of one request must not harm the others
+            delta = search.end("error", f"{type(error).__name__}: {error}")
+        if delta is not None:
+            for beam in leader.samples:
+                self._rows.let_go(beam, ended_on_device=bool(finished))
+            with self._lock:
+                self._requests.pop(leader.request_id, None)
+            for completion in delta.outputs:
+                self._stats.finished(completion.finish_reason, leader, now)
         return delta
 
     def _push(self, request: Request, row: int, output, finished: bool) -> RequestOutput:

@@ -185,7 +185,7 @@ def test_all_continuations_complete():
 
 def test_bad_logits_end_the_group_alone():
     driver = BeamDriver()
-    driver.add_search(PROMPT, 3, 30, stop=False)
+    driver.add_search(PROMPT, 3, 20, stop=False)
     other = driver.add_request([5, 5, 5], 12, stop=False)
     driver.step()
     plain = driver._sampled
