@@ -294,7 +294,8 @@ def move(config: SchedulerConfig, state: SchedulerState, picks: Picks, num_rows:
         (state.blocks.block_tables, rows.token_ids, rows.block_hashes),
         source,
         destination,
-        moved.sum(dtype=jnp.int32),
+        # The pool depends on a read of the tables: that lets XLA write them in place.
+        moved.sum(dtype=jnp.int32) + jnp.minimum(state.blocks.num_free, 0),
     )
     block_tables = _clear_rows(config, block_tables, emptied, spare.sum(dtype=jnp.int32))
     origin = jnp.where(moved, picks.parent, row)

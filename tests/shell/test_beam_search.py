@@ -102,7 +102,7 @@ def likely_ends(count=3):
     return sorted(set(seen), key=seen.count, reverse=True)[:count]
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("penalty", [0.0, -1.0, 1.0])
 def test_outputs_that_end_early(engine, penalty, monkeypatch):
     """With a likely token as end of sequence some outputs are complete and some are not."""
     eos = likely_ends()[0]
@@ -114,7 +114,7 @@ def test_outputs_that_end_early(engine, penalty, monkeypatch):
     assert_same(output.outputs, expected)
     reasons = ["stop" if tokens[-1] == eos else "length" for tokens, *_ in expected]
     assert [one.finish_reason for one in output.outputs] == reasons
-    assert "stop" in reasons
+    assert penalty > 0 or "stop" in reasons
     for one in output.outputs:
         shown = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
         assert one.text == engine.tokenizer.decode(shown)
@@ -153,7 +153,7 @@ def test_searches_beside_other_requests(engine):
 def test_preempted_searches(caching):
     """A pool in which the searches push one another out and come back."""
     engine = make_engine(
-        **SIZES | {"num_blocks": 26, "token_buckets": (16,)}, enable_prefix_caching=caching
+        **SIZES | {"num_blocks": 20, "token_buckets": (16,)}, enable_prefix_caching=caching
     )
     prompts = [PROMPT, "second prompt", "a third one"]
     search = BeamSearchParams(beam_width=3, max_tokens=18)
