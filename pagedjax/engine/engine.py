@@ -320,7 +320,8 @@ class Engine:
 
         Raises:
           OSError: it could not be written; a file that was there is unharmed.
-          RuntimeError: a request for several outputs is going on; those cannot be saved yet.
+          RuntimeError: a request for several outputs, or a beam search, is going on; those cannot
+            be saved yet.
         """
         outputs = []
         while self._in_flight:
@@ -328,8 +329,12 @@ class Engine:
         outputs += self._feed()
         with self._lock:
             queue = list(self._queue)
-            if any(len(request.samples) > 1 for request in self._requests.values()):
-                raise RuntimeError("a request with n > 1 is going on, which save cannot write yet")
+            for request in self._requests.values():
+                if request.search is not None or len(request.samples) > 1:
+                    raise RuntimeError(
+                        f"request {request.request_id!r} is for several outputs (n > 1) or a beam "
+                        "search, which save cannot write yet"
+                    )
         snapshot.save(
             Path(path),
             device=self._device,
