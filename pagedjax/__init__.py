@@ -18,6 +18,9 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "pagedjax.llm",
     "SamplingParams": "pagedjax.sampling_params",
+    "BeamSearchParams": "pagedjax.beam_search",
+    "BeamSearchOutput": "pagedjax.beam_search",
+    "BeamSearchSequence": "pagedjax.beam_search",
     "EngineConfig": "pagedjax.config",
     "Engine": "pagedjax.engine",
     "AsyncEngine": "pagedjax.engine",
@@ -31,6 +34,9 @@ _HOME = {
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Engine",
     "EngineConfig",
@@ -43,6 +49,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from pagedjax.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from pagedjax.config import EngineConfig
     from pagedjax.engine import AsyncEngine, Engine, EngineDeadError, QueueFullError
     from pagedjax.llm import LLM

@@ -144,6 +144,10 @@ class EngineConfig:
     max_stop_token_ids: int = 16
     """Most stop token ids of one request, the model's end-of-sequence tokens among them."""
 
+    max_beam_width: int = 8
+    """Most beams of one beam search; at most max_num_seqs, and twice as many are to be at most
+    max_logprobs. 0 leaves beam search out of the compiled steps."""
+
     seed: int = 0
     """Where the seeds of requests that bring none are drawn from."""
 
@@ -194,6 +198,7 @@ class EngineConfig:
         self._check_swap()
         _check_range("max_logprobs", self.max_logprobs, 0, 1024)
         _check_range("max_stop_token_ids", self.max_stop_token_ids, 1, 1024)
+        _check_range("max_beam_width", self.max_beam_width, 0, 1024)
         _check_range("seed", self.seed, 0, MAX_SEED)
         _check_range("compile_threads", self.compile_threads, 1, 1024)
         _check_range("event_log_checksum_every", self.event_log_checksum_every, 1, 1 << 30)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from pagedjax.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from pagedjax.config import EngineConfig, load_config
 from pagedjax.engine import Engine, build_engine
-from pagedjax.outputs import CompletionOutput, RequestOutput
+from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -109,10 +110,50 @@ class LLM:
         ]
         return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The most likely completions of prompts; -> one `BeamSearchOutput` for each, in their
+        order.
+
+        Args:
+          prompts: as for `generate`.
+          params: one for all prompts, or one for each.
+
+        Raises:
+          ValueError: a prompt can never be served; nothing is generated then.
+          RuntimeError: the engine could not finish a search.
+        """
+        parsed = [_parse(prompt) for prompt in _as_list(prompts)]
+        results = self._run(parsed, params, use_tqdm, add_special_tokens=True)
+        return [self._sequences(result) for result in results]
+
+    def _sequences(self, result: RequestOutput) -> BeamSearchOutput:
+        if result.error is not None:
+            raise RuntimeError(result.error)
+        decode = self.engine.tokenizer.decode
+        sequences = []
+        for output in result.outputs:
+            tokens = [*result.prompt_token_ids, *output.token_ids]
+            sequences.append(
+                BeamSearchSequence(
+                    tokens=tokens,
+                    cum_logprob=output.cumulative_logprob,
+                    text=decode(tokens),
+                    finish_reason=output.finish_reason,
+                    stop_reason=output.stop_reason,
+                )
+            )
+        return BeamSearchOutput(sequences=sequences)
+
     def _run(
         self,
         prompts: Sequence[str | Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: SamplingParams | BeamSearchParams | Sequence[Any] | None,
         use_tqdm: bool,
         *,
         add_special_tokens: bool,
@@ -155,7 +196,7 @@ class LLM:
                     request_id=request_id,
                     prompt=text,
                     prompt_token_ids=ids,
-                    outputs=[CompletionOutput(index=i) for i in range(params.n)],
+                    outputs=[],
                 )
                 engine.add_request(request_id, ids, params, prompt_text=text)
                 added += 1
@@ -224,9 +265,9 @@ def _parse(prompt: Prompt) -> str | Sequence[int]:
 
 
 def _as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
+    params: SamplingParams | BeamSearchParams | Sequence[Any] | None, count: int
+) -> list[Any]:
+    if params is None or isinstance(params, SamplingParams | BeamSearchParams):
         return [params or SamplingParams()] * count
     params = list(params)
     if len(params) != count:

@@ -59,27 +59,31 @@ class SamplingParams:
     """Lower is more urgent. Where the engine's policies go by it only; others refuse all but 0."""
 
     def __post_init__(self) -> None:
-        self._set("n", _integer("n", self.n, 1, _MAX_INT32))
+        self._set("n", check_integer("n", self.n, 1, _MAX_INT32))
         if self.best_of is not None:
-            best_of = _integer("best_of", self.best_of, self.n, _MAX_INT32, note=" (at least n)")
+            best_of = check_integer(
+                "best_of", self.best_of, self.n, _MAX_INT32, note=" (at least n)"
+            )
             self._set("best_of", best_of)
-        self._set("temperature", _real("temperature", self.temperature, 0, math.inf, "[0, inf)"))
-        self._set("top_p", _real("top_p", self.top_p, 0, 1, "(0, 1]"))
-        self._set("min_p", _real("min_p", self.min_p, 0, 1, "[0, 1]"))
-        top_k = _integer("top_k", self.top_k, -1, _MAX_INT32, note=" (0 or -1 is off)")
+        self._set(
+            "temperature", check_real("temperature", self.temperature, 0, math.inf, "[0, inf)")
+        )
+        self._set("top_p", check_real("top_p", self.top_p, 0, 1, "(0, 1]"))
+        self._set("min_p", check_real("min_p", self.min_p, 0, 1, "[0, 1]"))
+        top_k = check_integer("top_k", self.top_k, -1, _MAX_INT32, note=" (0 or -1 is off)")
         self._set("top_k", max(top_k, 0))
         if self.seed is not None:
-            self._set("seed", _integer("seed", self.seed, -(2**63), 2**64 - 1))
+            self._set("seed", check_integer("seed", self.seed, -(2**63), 2**64 - 1))
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
         if self.max_tokens is not None:
-            self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, _MAX_INT32))
+            self._set("max_tokens", check_integer("max_tokens", self.max_tokens, 1, _MAX_INT32))
         most = _MAX_INT32 if self.max_tokens is None else self.max_tokens
         note = "" if self.max_tokens is None else " (max_tokens)"
-        self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, most, note=note))
+        self._set("min_tokens", check_integer("min_tokens", self.min_tokens, 0, most, note=note))
         if self.logprobs is not None:
-            self._set("logprobs", _integer("logprobs", self.logprobs, 0, _MAX_INT32))
-        self._set("priority", _integer("priority", self.priority, -_MAX_INT32, _MAX_INT32))
+            self._set("logprobs", check_integer("logprobs", self.logprobs, 0, _MAX_INT32))
+        self._set("priority", check_integer("priority", self.priority, -_MAX_INT32, _MAX_INT32))
         for name in (
             "ignore_eos",
             "detokenize",
@@ -122,7 +126,8 @@ def derived_seed(seed_bits: int, index: int) -> int:
     return (seed_bits + x) & 0xFFFFFFFF
 
 
-def _integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> int:
+def check_integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> int:
+    """The value as an int; `ValueError` naming the field and the range for what is none in it."""
     wanted = str(low) if low == high else f"in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
         raise ValueError(
@@ -131,7 +136,9 @@ def _integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> i
     return int(value)
 
 
-def _real(name: str, value: Any, low: float, high: float, accepted: str) -> float:
+def check_real(name: str, value: Any, low: float, high: float, accepted: str) -> float:
+    """The value as a float; `ValueError` naming the field and the range, `accepted` in words, for
+    what is none in it. An opening parenthesis leaves `low` out."""
     wanted = f"{name} must be a number in {accepted}, got {value!r}"
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(wanted)
@@ -158,5 +165,5 @@ def _stop_token_ids(ids: Any) -> tuple[int, ...]:
     if isinstance(ids, str) or not isinstance(ids, Iterable):
         raise ValueError(f"stop_token_ids must be a list of integers, got {ids!r}")
     # 2**31 - 1 is the sampler's "no token".
-    checked = (_integer("stop_token_ids", i, 0, _MAX_INT32 - 1) for i in ids)
+    checked = (check_integer("stop_token_ids", i, 0, _MAX_INT32 - 1) for i in ids)
     return tuple(dict.fromkeys(checked))

@@ -48,8 +48,8 @@ def null_model(config: SchedulerConfig, plan) -> Sampled:
     return Sampled(
         token_ids=token,
         logprob=jnp.zeros(r),
-        top_token_ids=jnp.zeros((r, p), jnp.int32),
-        top_logprobs=jnp.zeros((r, p)),
+        top_token_ids=jnp.broadcast_to(token[:, None], (r, p)),
+        top_logprobs=-jnp.broadcast_to(token[:, None], (r, p)).astype(jnp.float32),
         nan=jnp.zeros(r, bool),
     )
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pagedjax.core import beam
 from pagedjax.core.blocks import num_evictable
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.fork import choose, share, sources
@@ -178,6 +179,12 @@ def admit(
     if config.batching == "static":
         valid &= _batch_is_open(rows) | (rows.num_tokens > rows.num_prompt_tokens)[row_ids]
         valid = jnp.cumsum(~valid) == 0  # nobody overtakes
+    wanted = state
+    if config.max_beam_width:
+        valid &= beam.may_start(config, rows, row_ids, held, num_running)
+        # The last token of a beam waits for the others of its group.
+        known = dataclasses.replace(rows, num_tokens=beam.known_tokens(config, rows))
+        wanted = dataclasses.replace(state, rows=known)
     budget = num_tokens - grant.sum(dtype=jnp.int32)
     available = state.blocks.num_free + num_evictable(state.blocks, state.prefix)
     # Of these, what running rows still need for the tokens they have is not to be given away.
@@ -204,7 +211,7 @@ def admit(
     admitted = when(
         config.use_cond,
         tried,
-        lambda _: _choose(config, state, row_ids, valid, budget, room),
+        lambda _: _choose(config, wanted, row_ids, valid, budget, room),
         _nobody(config, state.blocks.ref_counts),
     )
     state = _start_rows(config, state, admitted)

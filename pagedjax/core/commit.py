@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from pagedjax.core import beam
 from pagedjax.core.blocks import num_evictable
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.policies import is_waiting
@@ -33,23 +34,34 @@ def commit(
         ignored. A scheduled row with `nan` ends with `ErrorCode.NAN_LOGITS` and gets no token.
     """
     num_tokens = plan.token_ids.shape[0]
-    state, token, logprob = _append(config, state, plan, sampled)
+    picks = None
+    if config.max_beam_width:
+        picks = beam.pick(config, state, plan, sampled)
+        state = beam.move(config, state, picks, plan.row_ids.shape[0])
+    state, token, logprob = _append(config, state, plan, sampled, picks)
     if config.enable_prefix_caching:
         state = register(config, state, num_tokens)
-    return state, _report(state, plan, sampled, token, logprob)
+    return state, _report(state, plan, sampled, picks, token, logprob)
 
 
-def _append(config: SchedulerConfig, state: SchedulerState, plan: Plan, sampled):
+def _append(config: SchedulerConfig, state: SchedulerState, plan: Plan, sampled, picks):
     """Advance by what was computed, append the new token, extend its hash, detect the end."""
     rows, b = state.rows, config.block_size
     row = jnp.arange(config.num_rows, dtype=jnp.int32)
     advanced = take(plan.num_scheduled_tokens, plan.rank, 0)
+    if picks is not None:  # a row that carries on another one's beam has what that one computed
+        source = jnp.where(picks.parent == NULL, row, picks.parent)
+        advanced = jnp.where(rows.status == Status.SPARE, 0, advanced[source])
     wants = take(plan.needs_sample, plan.rank, False)
     # A row aborted between schedule and commit keeps its end and gets no token.
     wants &= rows.status == Status.RUNNING
     nan = (advanced > 0) & (rows.status == Status.RUNNING) & take(sampled.nan, plan.rank, False)
     new = wants & ~nan
-    token = jnp.where(new, take(sampled.token_ids, plan.rank, 0).astype(jnp.int32), NO_TOKEN)
+    token = take(sampled.token_ids, plan.rank, 0).astype(jnp.int32)
+    if picks is not None:
+        new = jnp.where(picks.moving, False, new) | (picks.parent != NULL)
+        token = jnp.where(picks.parent != NULL, picks.token, token)
+    token = jnp.where(new, token, NO_TOKEN)
 
     n = rows.num_tokens
     running_hash = jnp.where(new, rows.running_hash + mix(token, n), rows.running_hash)
@@ -78,12 +90,17 @@ def _append(config: SchedulerConfig, state: SchedulerState, plan: Plan, sampled)
         block_hashes=rows.block_hashes.at[row, hash_column].set(block_hash, mode="drop"),
         token_ids=rows.token_ids.at[row, jnp.where(new, n, NULL)].set(token, mode="drop"),
     )
-    logprob = jnp.where(new, take(sampled.logprob, plan.rank, 0.0), 0.0)
+    logprob = take(sampled.logprob, plan.rank, 0.0)
+    if picks is not None:
+        rows = beam.end_together(config, rows, picks)
+        logprob = jnp.where(picks.parent != NULL, picks.logprob, logprob)
+    logprob = jnp.where(new, logprob, 0.0)
     return dataclasses.replace(state, rows=rows, step=state.step + 1), token, logprob
 
 
-def _report(state: SchedulerState, plan: Plan, sampled, token, logprob) -> StepOutput:
+def _report(state: SchedulerState, plan: Plan, sampled, picks, token, logprob) -> StepOutput:
     rows, blocks = state.rows, state.blocks
+    nobody = jnp.full_like(rows.status, NULL)
     running = rows.status == Status.RUNNING
     behind = jnp.where(running, rows.num_tokens - rows.num_computed_tokens, 0)
     return StepOutput(
@@ -95,6 +112,8 @@ def _report(state: SchedulerState, plan: Plan, sampled, token, logprob) -> StepO
         error=rows.error,
         num_hit_tokens=jnp.maximum(rows.num_hit_tokens, 0),
         logprob=logprob,
+        beam_parent=nobody if picks is None else picks.parent,
+        cum_logprob=rows.cum_logprob,
         rank=plan.rank,
         top_token_ids=sampled.top_token_ids,
         top_logprobs=sampled.top_logprobs,

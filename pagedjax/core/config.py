@@ -32,6 +32,8 @@ class SchedulerConfig:
       max_stop_token_ids: Q, most stop token ids of one request.
       enable_prefix_caching: find and share equal prefixes of blocks.
       enable_forks: rows of one group share their prompt's blocks, see `core/fork.py`.
+      max_beam_width: most beams of one group, see `core/beam.py`; 0: there are none. Needs
+        `enable_forks`.
       max_admissions: A, most rows admitted in one step (the rest wait for the next).
       max_retirements: K, most rows whose blocks are released in one step; `num_rows` releases all.
       max_preemptions: most rows preempted in one step (more follow in the next).
@@ -77,6 +79,7 @@ class SchedulerConfig:
     max_stop_token_ids: int = 16
     enable_prefix_caching: bool = True
     enable_forks: bool = False
+    max_beam_width: int = 0
     max_admissions: int = 16
     max_retirements: int = 16
     max_preemptions: int = 16
@@ -107,7 +110,7 @@ class SchedulerConfig:
         for name in positive.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_logprobs", "watermark_blocks", "max_passed_over"):
+        for name in ("max_logprobs", "watermark_blocks", "max_passed_over", "max_beam_width"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.max_num_seqs > self.num_rows:
@@ -144,6 +147,15 @@ class SchedulerConfig:
                     f"{name} must be one of {', '.join(known)} or a function, got {policy!r}"
                 )
         self._check_swap()
+        if self.max_beam_width > min(self.max_num_seqs, self.max_preemptions):
+            raise ValueError(
+                f"max_beam_width must be at most max_num_seqs ({self.max_num_seqs}) and "
+                f"max_preemptions ({self.max_preemptions}), got {self.max_beam_width}"
+            )
+        if self.max_beam_width and not (self.enable_forks and self.max_logprobs):
+            raise ValueError(
+                f"max_beam_width needs enable_forks and max_logprobs, got {self.max_beam_width}"
+            )
         if not 1 <= self.hash_mask <= 0xFFFFFFFF:
             raise ValueError(f"hash_mask must be in [1, 2**32 - 1], got {self.hash_mask}")
         if self.num_blocks * self.block_size >= 2**31:

@@ -17,8 +17,10 @@ A row's key decides only among rows of the same standing; equal keys go by arriv
 import jax.numpy as jnp
 from jax import lax
 
+from pagedjax.core.beam import leaders
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.prefix import lookup
+from pagedjax.core.ragged import take
 from pagedjax.core.state import NULL, SchedulerState, Status
 
 
@@ -130,12 +132,24 @@ def victim_order(config: SchedulerConfig, state: SchedulerState, order, num_runn
     if yields is not None:
         group = jnp.where(yields, 3, group)
     group = jnp.where(rank == 0, 0, jnp.where(rank < num_running, group, 4)).astype(jnp.int32)
-    if config.preemption_policy == "newest":  # rank is the order of arrival
+    newest_first = config.preemption_policy == "newest"  # rank is the order of arrival
+    if newest_first and not config.max_beam_width:
         key = group * s + rank
         return lax.sort((key, rank), num_keys=1)[1]
-    policy = _PREEMPTION.get(config.preemption_policy, config.preemption_policy)
-    key = _keys(policy, config, state)[order]
-    return lax.sort((group, key, rank), num_keys=3)[2]
+    key, place = jnp.zeros(s, jnp.int32), rank
+    if not newest_first:
+        policy = _PREEMPTION.get(config.preemption_policy, config.preemption_policy)
+        key = _keys(policy, config, state)[order]
+    if config.max_beam_width:  # the beams of a search go together
+        leader = jnp.where(rank < num_running, leaders(rows)[order], NULL)
+        group, key, place = (_of_beams(leader, x) for x in (group, key, place))
+    return lax.sort((group, key, place, rank), num_keys=4)[3]
+
+
+def _of_beams(leader, values):
+    """[S] values, for beams the least of all with the same leader [S] (NULL: no beam)."""
+    least = jnp.full(values.shape, NULL, values.dtype).at[leader].min(values, mode="drop")
+    return jnp.where(leader != NULL, take(least, leader, 0), values)
 
 
 def yielding(config: SchedulerConfig, state: SchedulerState, order, held_back, num_running):
@@ -150,6 +164,8 @@ def yielding(config: SchedulerConfig, state: SchedulerState, order, held_back, n
     most = jnp.minimum(waiting.sum(dtype=jnp.int32), config.max_preemptions)
     over = rows.num_tokens - rows.num_tokens_started >= config.time_slice_tokens
     rank = jnp.arange(config.num_rows)
+    if config.max_beam_width:  # a search keeps its places to its end
+        over &= leaders(rows) == NULL
     over = over[order] & (rank > 0) & (rank < num_running) & wanted
     return over & (jnp.cumsum(over, dtype=jnp.int32) <= most)
 

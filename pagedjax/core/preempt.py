@@ -12,6 +12,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from pagedjax.core.beam import group_bounds
 from pagedjax.core.blocks import pool_of, release, with_pool
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.fork import writes_shared
@@ -100,7 +101,13 @@ def preempt(
         keep = fits.sum(dtype=jnp.int32) - 1
         if yields is not None:
             keep = jnp.minimum(keep, num_running - yields.sum(dtype=jnp.int32))
-        goes = candidate >= jnp.maximum(keep, 1)
+        cut = jnp.maximum(keep, 1)
+        if config.max_beam_width:  # beams of one group go together, or stay
+            start, end = group_bounds(state.rows, order[place], rank < num_running)
+            keep = jnp.where(keep < num_running, start[keep], keep)
+            whole_first = jnp.where(start[first] == first, first, end[first])
+            cut = jnp.maximum(jnp.maximum(keep, end[0]), whole_first)
+        goes = candidate >= cut
         ids = jnp.where(goes[:, None], tables, NULL)
         out = None
         if config.num_host_blocks:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagedjax.core.beam import whole_groups
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.prefix import finish_hash, mix
 from pagedjax.core.state import NULL, FinishReason, SchedulerState, Status
@@ -28,6 +29,12 @@ class RequestParams:
       priority: [] int32, lower is more urgent; read by the policies that go by it.
       group: [] int32, requests of equal group have the same prompt, which is computed once and
         shared (with `enable_forks`). A number that no other group in the table has; NULL for none.
+      beam_leader: [] int32, the row of its group's first request, which is a beam search with as
+        many beams as the group has requests; NULL for none. They are added one after the other,
+        before the next step, with equal `group` and everything else equal, too. `num_logprobs` is
+        how many continuations of a beam are looked at: the width, and one more for each stop token
+        or, as others do, twice the width.
+      beam_index: [] int32, place among them, from 0, which is the leader.
     """
 
     max_total_tokens: jax.Array
@@ -42,6 +49,8 @@ class RequestParams:
     salt: jax.Array
     priority: jax.Array = NO_PRIORITY
     group: jax.Array = NULL
+    beam_leader: jax.Array = NULL
+    beam_index: jax.Array = 0
 
 
 def add_request(
@@ -71,8 +80,9 @@ def add_request(
     running = jnp.cumsum(terms, dtype=jnp.uint32)
     salt = jnp.asarray(params.salt, jnp.uint32)
     hashes = finish_hash(config, running[config.block_size - 1 :: config.block_size], salt)
+    follows = (jnp.asarray(params.beam_leader) != NULL) & (jnp.asarray(params.beam_index) > 0)
     values = {
-        "status": Status.WAITING,
+        "status": jnp.where(follows, Status.SPARE, Status.WAITING),
         "arrival": state.next_arrival,
         "finish_reason": FinishReason.NONE,
         "error": 0,
@@ -92,6 +102,9 @@ def add_request(
         "chain_broken": False,
         "running_hash": running[-1],
         "group": params.group,
+        "beam_leader": params.beam_leader,
+        "beam_index": params.beam_index,
+        "cum_logprob": 0,
         "salt": salt,
         "seed": params.seed,
         "temperature": params.temperature,
@@ -119,19 +132,19 @@ def abort(state: SchedulerState, rows_to_abort: jax.Array) -> SchedulerState:
     """End waiting and running rows from outside.
 
     Args:
-      rows_to_abort: [S] bool. Rows that are EMPTY or FINISHED already are left as they are.
+      rows_to_abort: [S] bool. Rows that are EMPTY or FINISHED already are left as they are. Beams
+        end with their whole group.
 
     The blocks go back in a following `schedule`; cached ones stay cached.
     """
     rows = state.rows
-    swapped = rows.status == Status.SWAPPED
-    live = (rows.status == Status.WAITING) | (rows.status == Status.RUNNING) | swapped
-    end = live & rows_to_abort
+    live = (rows.status != Status.EMPTY) & (rows.status != Status.FINISHED)
+    end = live & whole_groups(rows, rows_to_abort)
     rows = dataclasses.replace(
         rows,
         status=jnp.where(end, Status.FINISHED, rows.status),
         finish_reason=jnp.where(end, FinishReason.ABORT, rows.finish_reason),
         # Nothing of it can be cached any more: some of its blocks are not on the device.
-        chain_broken=rows.chain_broken | (end & swapped),
+        chain_broken=rows.chain_broken | (end & (rows.status == Status.SWAPPED)),
     )
     return dataclasses.replace(state, rows=rows)

@@ -11,6 +11,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from pagedjax.core import beam
 from pagedjax.core.admit import admit
 from pagedjax.core.blocks import make_room, num_evictable, pool_of, release, with_pool
 from pagedjax.core.config import SchedulerConfig
@@ -60,6 +61,8 @@ def schedule(
     state, grant, num_new, admitted = admit(
         config, state, order, grant, num_new, num_copies, num_running, pressed, held, num_tokens
     )
+    if config.max_beam_width:
+        order, grant, num_new = beam.compact(config, state.rows, order, grant, num_new)
     copied = copies_on_write(config, state, order, grant)
     state = _allocate(config, state, order, num_new, copied, num_tokens)
     if out is not None:
@@ -110,6 +113,8 @@ def _reject_impossible(config: SchedulerConfig, state: SchedulerState) -> Schedu
     bad = (cdiv(most - 1, config.block_size) > config.num_blocks) | (most > config.max_model_len)
     bad |= (rows.num_tokens >= most) | (rows.num_prompt_tokens < 1)
     bad &= rows.status == Status.WAITING
+    if config.max_beam_width:
+        bad = beam.reject(config, rows, bad)
     rows = dataclasses.replace(
         rows,
         status=jnp.where(bad, Status.FINISHED, rows.status),
@@ -134,7 +139,11 @@ def _grant(config: SchedulerConfig, state: SchedulerState, order, held_back, num
     running = rows.status[order] == Status.RUNNING
     computed, held = rows.num_computed_tokens[order], blocks.num_blocks_held[order]
     want = jnp.where(running, rows.num_tokens[order] - computed, 0)
+    if config.max_beam_width:
+        want = beam.wanted(config, rows)[order]
     grant = jnp.clip(num_tokens - (jnp.cumsum(want) - want), 0, want)
+    if config.max_beam_width:
+        grant = beam.all_or_nothing(config, rows, order, grant)
     need = jnp.where(grant > 0, cdiv(computed + grant, config.block_size) - held, 0)
     if config.kv_cache != "paged":
         need = jnp.maximum(need, 0)  # rows hold more than what they have computed needs

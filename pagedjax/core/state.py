@@ -35,6 +35,7 @@ class Status(IntEnum):
     RUNNING = 2  #: holds blocks, takes part in steps
     FINISHED = 3  #: ended; its blocks go back in a following `schedule`, then it is EMPTY
     SWAPPED = 4  #: waits as WAITING does, but keeps what it has computed, mostly in the host pool
+    SPARE = 5  #: belongs to a beam search and carries no beam at present; holds no block
 
 
 class FinishReason(IntEnum):
@@ -79,6 +80,9 @@ class SequenceTable:
     chain_broken: jax.Array  #: [S] bool: a hash collision; later blocks of the row stay uncached
     running_hash: jax.Array  #: [S] uint32: prefix sum of token hashes over all `num_tokens`
     group: jax.Array  #: rows of equal group have equal prompts and share them; NULL: alone
+    beam_leader: jax.Array  #: first row of the row's beam group; NULL: no beam search
+    beam_index: jax.Array  #: place of the row in its beam group
+    cum_logprob: jax.Array  #: [S] float32: of the output so far; kept for beams only
     salt: jax.Array  #: [S] uint32: only requests of equal salt share blocks
     seed: jax.Array  #: [S] uint32
     temperature: jax.Array  #: [S] float32; 0 is greedy
@@ -233,6 +237,8 @@ class StepOutput:
     error: jax.Array  #: [S] int32 `ErrorCode`
     num_hit_tokens: jax.Array  #: [S] int32: prompt tokens that came from the prefix cache
     logprob: jax.Array  #: [S] float32: of the new token; meaningful where asked for
+    beam_parent: jax.Array  #: [S] int32: row whose beam this row carries on with the token, or NULL
+    cum_logprob: jax.Array  #: [S] float32: of beams
     rank: jax.Array  #: [S] int32: row -> place in the two arrays below (R or more: not in the step)
     top_token_ids: jax.Array  #: [R, P] int32, by rank
     top_logprobs: jax.Array  #: [R, P] float32, by rank
@@ -270,6 +276,9 @@ def init_scheduler(config: SchedulerConfig) -> SchedulerState:
         },
         chain_broken=zeros(s, dtype=bool),
         group=null(s),
+        beam_leader=null(s),
+        beam_index=zeros(s),
+        cum_logprob=zeros(s, dtype=jnp.float32),
         **{name: zeros(s, dtype=jnp.uint32) for name in ("running_hash", "salt", "seed")},
         **{name: zeros(s, dtype=jnp.float32) for name in ("temperature", "top_p", "min_p")},
         num_logprobs=jnp.full(s, -1, jnp.int32),

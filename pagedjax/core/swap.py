@@ -20,6 +20,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pagedjax.core.beam import leaders
 from pagedjax.core.blocks import make_room, pool_of, release, with_pool
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.ragged import inverse, take, when
@@ -99,6 +100,8 @@ def plan_swap_out(config: SchedulerConfig, state: SchedulerState, row, goes, tab
     computed = jnp.where(goes, take(state.rows.num_computed_tokens, row, 0), 0)
     count = last.sum(1, dtype=jnp.int32)
     wants = goes & (computed > 0) & _swap_is_better(config, last, computed)
+    if config.max_beam_width:  # beams wait for one another, and are computed again
+        wants &= take(leaders(state.rows), row, NULL) == NULL
     # Host room goes to the first victims, which are the last in the order.
     need = jnp.where(wants, count, 0)
     wants &= jnp.cumsum(need[::-1])[::-1] <= swap.num_free

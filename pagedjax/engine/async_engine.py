@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagedjax.beam_search import BeamSearchParams
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.errors import EngineDeadError, EngineSavedError, InvalidRequestError
 from pagedjax.engine.request import Request
@@ -137,7 +138,7 @@ class AsyncEngine:
     async def generate(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         request_id: str | None = None,
         **options: Any,

@@ -86,6 +86,9 @@ def scheduler_config(config: EngineConfig, *, platform: str, model: Any = None) 
       model: its shape, from which the costs of swapping are (`swap_costs`); None without swapping.
     """
     on_cpu = platform == "cpu"
+    # In the baselines a request's samples run as requests of their own.
+    forks = config.batching == "continuous" and config.kv_cache == "paged"
+    beams = min(config.max_beam_width, config.max_num_seqs, config.max_logprobs) if forks else 0
     costs = {} if model is None or not config.num_host_blocks else swap_costs(config, model, on_cpu)
     return SchedulerConfig(
         num_rows=config.table_rows,
@@ -105,8 +108,9 @@ def scheduler_config(config: EngineConfig, *, platform: str, model: Any = None) 
         ),
         max_passed_over=config.max_passed_over,
         time_slice_tokens=config.time_slice_tokens,
-        # In the baselines a request's samples run as requests of their own.
-        enable_forks=config.batching == "continuous" and config.kv_cache == "paged",
+        enable_forks=forks,
+        max_beam_width=beams,
+        max_preemptions=max(16, config.max_beam_width),
         num_host_blocks=config.num_host_blocks or 0,
         preemption_mode=config.preemption_mode,
         **costs,

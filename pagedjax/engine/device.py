@@ -234,6 +234,9 @@ def _a_request(sizes: SchedulerConfig) -> RequestParams:
         num_logprobs=np.int32(-1),
         salt=np.uint32(0),
         priority=np.int32(0),
+        group=NULL,
+        beam_leader=NULL,
+        beam_index=np.int32(0),
     )
 
 

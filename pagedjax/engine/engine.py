@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from pagedjax.beam_search import BeamSearchParams
 from pagedjax.config import EngineConfig
 from pagedjax.core.execute import StepConfig
 from pagedjax.core.state import ErrorCode, FinishReason, Status, StepOutput
+from pagedjax.engine.beams import Beam
 from pagedjax.engine.buckets import choose_bucket
 from pagedjax.engine.device import Device, Progress
 from pagedjax.engine.event_log import open_event_log
@@ -113,7 +115,7 @@ class Engine:
         self,
         request_id: str,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         add_special_tokens: bool = True,
         prompt_text: str | None = None,
@@ -124,6 +126,7 @@ class Engine:
         Args:
           request_id: free to be used again when the request has ended.
           prompt: text, or token ids.
+          params: with `BeamSearchParams`, all comes in one output, at the end.
           add_special_tokens: whether encoding text adds what the checkpoint says belongs there.
           prompt_text: text to report for a prompt that is given as token ids.
           priority: in place of the one in `params`; lower is more urgent.
@@ -151,7 +154,7 @@ class Engine:
         self,
         request_id: str,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         **options: Any,
     ) -> Request:
         """The part of `add_request` that takes time: encode and check; nothing is queued."""
@@ -182,7 +185,7 @@ class Engine:
         at once, before it has taken time, for what is far too long."""
         return self._intake.encode(prompt, add_special_tokens=add_special_tokens)
 
-    def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
+    def check(self, token_ids: Sequence[int], params: SamplingParams | BeamSearchParams) -> int:
         """Refuse a request that can never be served; -> prompt and output tokens at most."""
         return self._intake.check(token_ids, params)
 
@@ -284,13 +287,16 @@ class Engine:
           OSError: it could not be written; a file that was there is unharmed. What came out of the
             steps comes from the next `step` then.
           RuntimeError: a request is swapped out, and the file would not hold its blocks; it may be
-            tried again after some steps. Or a request for several outputs is going on; those cannot
-            be saved yet.
+            tried again after some steps. Or a request for several outputs, or a beam search, is
+            going on; those cannot be saved yet.
         """
         self._refuse_host_blocks()
         self._unread = self.settle()
         if self._intake.has_groups():
-            raise RuntimeError("a request with n > 1 is going on, which save cannot write yet")
+            raise RuntimeError(
+                "a request for several outputs (n > 1) or a beam search is going on, which save "
+                "cannot write yet"
+            )
         queue, num_seeds_drawn = self._intake.saved()
         self._snapshots.save(
             Path(path),
@@ -363,6 +369,22 @@ class Engine:
             )
         return self._gatherer.gather(outputs)
 
+    def _place(self) -> list[tuple[int, Request]]:
+        """Take rows for the queue's first requests. The beams of a search get theirs together."""
+        rows, placed = self._rows.free_rows(len(self._queue)), []
+        while self._queue and rows:
+            search = self._queue[0].search
+            width = 1 if search is None else len(self._queue[0].samples)
+            if width > len(rows):
+                break
+            mine, rows = rows[:width], rows[width:]
+            if search is not None:
+                search.place(mine)
+            placed += [(row, self._queue.popleft()) for row in mine]
+        for row, request in placed:
+            self._rows.take(row, request)
+        return placed
+
     def _launch(self) -> bool:
         """Start the next step if, as far as the host can tell, it has something to compute."""
         work = self._rows.forecast([launched.num_tokens for launched in self._in_flight])
@@ -381,7 +403,10 @@ class Engine:
         now = self._clock()
         deltas = []
         for row, request in self._rows.update(output, launched.step, launched.num_tokens):
-            delta = self._advance(request, row, output, now)
+            if request.search is None:
+                delta = self._advance(request, row, output, now)
+            else:
+                delta = self._advance_search(request, output, now)
             if delta is not None:
                 deltas.append((request, delta))
         self._stats.stepped(output, launched.num_tokens)
@@ -409,6 +434,36 @@ class Engine:
             if request.finished:
                 self._intake.forget(request)
             self._stats.finished(request.finish_reason, request, now)
+        return delta
+
+    def _advance_search(self, leader: Beam, output, now: float) -> RequestOutput | None:
+        """What an output means for a beam search; asked for each of its rows, told for the first.
+
+        The rows end together, so whatever ends one of them ends the search."""
+        if leader.index > 0:
+            return None
+        search, row = leader.search, leader.search.rows[0]
+        if leader.num_cached_tokens is None and output.status[row] != Status.WAITING:
+            leader.num_cached_tokens = int(output.num_hit_tokens[row])
+        finished = output.status[row] == Status.FINISHED
+        delta = None
+        try:
+            if finished and output.finish_reason[row] == FinishReason.ERROR:
+                code = int(output.error[row])
+                delta = search.end("error", ERRORS.get(code, f"error {code}"))
+            else:
+                for place in search.advance(output):
+                    self._stats.token(leader.samples[place], now)
+                delta = search.result(self.tokenizer) if finished else None
+        except Exception as error:  # the host's part of one request must not harm the others
+            delta = search.end("error", f"{type(error).__name__}: {error}")
+        if delta is not None:
+            for beam in leader.samples:
+                self._rows.let_go(beam, ended_on_device=bool(finished))
+            with self._lock:
+                self._requests.pop(leader.request_id, None)
+            for completion in delta.outputs:
+                self._stats.finished(completion.finish_reason, leader, now)
         return delta
 
     def _push(self, request: Request, row: int, output, finished: bool) -> RequestOutput:

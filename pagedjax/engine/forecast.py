@@ -54,6 +54,9 @@ class Rows:
     group: np.ndarray | None = None
     """int, [n] like prompt: tokens of the prompt, which rows of one group share; -1 is alone. None:
     no row shares."""
+    followers: np.ndarray | None = None
+    """int, [n]: rows that will carry on a beam search beside this one once it has its first output.
+    """
 
     def select(self, keep: np.ndarray) -> "Rows":
         """Some of the rows, by mask or by index."""
@@ -125,7 +128,10 @@ def demand(rows: Rows, sizes: Sizes) -> tuple[int, int]:
     decoding = rows.running & (left == 1)
     running_prefill = int(left[rows.running & ~decoding].sum())
     waiting = int(left[_candidates(rows, sizes.max_num_seqs, sizes)].sum())
-    return int(decoding.sum()), running_prefill + waiting
+    num_decoding = int(decoding.sum())
+    if rows.followers is not None:
+        num_decoding += int(rows.followers[decoding & (rows.total > rows.prompt)].sum())
+    return num_decoding, running_prefill + waiting
 
 
 def num_spare_blocks(rows: Rows, sizes: Sizes) -> int:

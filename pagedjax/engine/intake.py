@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from pagedjax.beam_search import BeamSearchParams
 from pagedjax.config import EngineConfig
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.state import NULL
+from pagedjax.engine.beams import check_search, make_search
 from pagedjax.engine.errors import InvalidRequestError, QueueFullError
 from pagedjax.engine.request import Request, check_length, check_priority, check_request
 from pagedjax.engine.rows import RowBook
@@ -62,7 +64,7 @@ class Intake:
         self,
         request_id: str,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         add_special_tokens: bool = True,
         prompt_text: str | None = None,
@@ -72,24 +74,29 @@ class Intake:
         arrival_time_s = self._clock()
         params = SamplingParams() if params is None else params
         if priority is not None:
+            if isinstance(params, BeamSearchParams):
+                raise InvalidRequestError(
+                    f"priority must be left out of a beam search; got {priority}", param="priority"
+                )
             params = replace(params, priority=priority)
         text = prompt if isinstance(prompt, str) else prompt_text
         token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
         total = self.check(token_ids, params)
-        request = Request(
-            request_id,
-            text,
-            token_ids,
-            params,
-            seed=self._seed(params),
-            max_total_tokens=total,
-            tokenizer=self._tokenizer,
-            eos_token_ids=self._eos_token_ids,
-        )
         with self._lock:
             self._num_groups += 1
             group = self._num_groups % NULL
-        request.fan_out(group)
+        known = {
+            "max_total_tokens": total,
+            "tokenizer": self._tokenizer,
+            "eos_token_ids": self._eos_token_ids,
+        }
+        if isinstance(params, BeamSearchParams):
+            known |= {"group": group, "vocab_size": self._vocab_size}
+            request = make_search(request_id, text, token_ids, params, **known)
+        else:
+            seed = self._seed(params)
+            request = Request(request_id, text, token_ids, params, seed=seed, **known)
+            request.fan_out(group)
         for sample in request.samples:
             sample.arrival_time_s = arrival_time_s
         return request
@@ -170,20 +177,21 @@ class Intake:
                 )
         return [int(token_id) for token_id in token_ids]
 
-    def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
+    def check(self, token_ids: Sequence[int], params: SamplingParams | BeamSearchParams) -> int:
         """Refuse a request that can never be served; -> prompt and output tokens at most."""
+        limits = {
+            "eos_token_ids": self._eos_token_ids,
+            "vocab_size": self._vocab_size,
+            "max_model_len": self._sizes.max_model_len,
+            "max_pool_tokens": self._max_pool_tokens,
+            "max_logprobs": self._sizes.max_logprobs,
+            "max_stop_token_ids": self._sizes.max_stop_token_ids,
+            "num_rows": self._sizes.num_rows,
+        }
+        if isinstance(params, BeamSearchParams):
+            return check_search(token_ids, params, sizes=self._sizes, **limits)
         check_priority(params, self._sizes)
-        return check_request(
-            token_ids,
-            params,
-            eos_token_ids=self._eos_token_ids,
-            vocab_size=self._vocab_size,
-            max_model_len=self._sizes.max_model_len,
-            max_pool_tokens=self._max_pool_tokens,
-            max_logprobs=self._sizes.max_logprobs,
-            max_stop_token_ids=self._sizes.max_stop_token_ids,
-            num_rows=self._sizes.num_rows,
-        )
+        return check_request(token_ids, params, **limits)
 
     # -- the engine's thread ---------------------------------------------------------------------
 
@@ -203,10 +211,24 @@ class Intake:
             if ended:
                 gone = set(map(id, ended))
                 self._queue = deque(r for r in self._queue if id(r) not in gone)
-            placed = [(row, self._queue.popleft()) for row in rows.free_rows(len(self._queue))]
-            for row, request in placed:
-                rows.take(row, request)
+            placed = self._place(rows)
         return ended, placed
+
+    def _place(self, book: RowBook) -> list[tuple[int, Request]]:
+        """Take rows for the queue's first requests. The beams of a search get theirs together."""
+        rows, placed = book.free_rows(len(self._queue)), []
+        while self._queue and rows:
+            search = self._queue[0].search
+            width = 1 if search is None else len(self._queue[0].samples)
+            if width > len(rows):
+                break
+            mine, rows = rows[:width], rows[width:]
+            if search is not None:
+                search.place(mine)
+            placed += [(row, self._queue.popleft()) for row in mine]
+        for row, request in placed:
+            book.take(row, request)
+        return placed
 
     def forget(self, request: Request) -> None:
         """The request has ended; its id is free."""
@@ -214,9 +236,10 @@ class Intake:
             self._requests.pop(request.request_id, None)
 
     def has_groups(self) -> bool:
-        """Whether a request for several outputs has not ended."""
+        """Whether a request for several outputs or a beam search has not ended."""
         with self._lock:
-            return any(len(request.samples) > 1 for request in self._requests.values())
+            requests = self._requests.values()
+            return any(r.search is not None or len(r.samples) > 1 for r in requests)
 
     def saved(self) -> tuple[list[Request], int]:
         """(the queue, seeds drawn so far), for a snapshot."""

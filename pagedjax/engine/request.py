@@ -1,6 +1,9 @@
 """What the host keeps of one request: its text, its stop strings, its log-probabilities."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +14,9 @@ from pagedjax.engine.errors import InvalidRequestError
 from pagedjax.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from pagedjax.sampling_params import SamplingParams, derived_seed
 from pagedjax.tokenizers import IncrementalDetokenizer, StopChecker, Tokenizer
+
+if TYPE_CHECKING:
+    from pagedjax.engine.beams import BeamSearch
 
 MAX_STOP_STRINGS = 64
 """Of one request. Each is looked for in each character, in the thread that serves everybody."""
@@ -27,11 +33,14 @@ class Request:
       index: which of the outputs it is.
       samples: all of them, itself included; shared by all of them.
       group: number that the rows of its samples have in common, NULL for a single one.
+      search: the beam search that the row belongs to, or None (`pagedjax.engine.beams`).
       max_total_tokens: prompt and output tokens together at most.
       num_output_tokens: tokens so far.
       num_cached_tokens: prompt tokens found in the prefix cache; None before the first step.
       finish_reason: None while it runs.
     """
+
+    search: BeamSearch | None = None
 
     def __init__(
         self,
@@ -104,7 +113,7 @@ class Request:
             self.samples.append(sample)
 
     @property
-    def leader(self) -> "Request":
+    def leader(self) -> Request:
         """The first sample."""
         return self.samples[0]
 
@@ -251,6 +260,8 @@ class Request:
             salt=np.uint32(0),
             priority=np.int32(params.priority),
             group=np.int32(self.group),
+            beam_leader=NULL,
+            beam_index=np.int32(0),
         )
 
 

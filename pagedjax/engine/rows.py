@@ -85,6 +85,7 @@ class RowBook:
         self._priority = np.zeros(s, np.int64)
         self._turn = np.zeros(s, np.int64)  # round robin: as in the core
         self._group = np.full(s, -1, np.int64)
+        self._is_beam = np.zeros(s, bool)
         self._num_prompt_blocks = np.zeros(s, np.int64)
         self._num_remembered = np.zeros(s, np.int64)
         self._chains: list[list[int]] = [[] for _ in range(s)]
@@ -128,6 +129,9 @@ class RowBook:
         self._turn[row] = 0
         self._group[row] = -1 if request.group == NULL else request.group
         self._swapped[row] = False
+        self._is_beam[row] = request.search is not None
+        if request.search is not None and request.index > 0:
+            self._live[row] = False  # spare at first
         if self._prefix is not None:
             self._chains[row] = self._prefix.chain(request.prompt_token_ids)
             self._num_prompt_blocks[row] = len(self._chains[row])
@@ -201,6 +205,7 @@ class RowBook:
             admitting=True,
             prompt=self._num_prompt[live],
             group=self._group[live],
+            followers=self._followers(live),
         )
         rows, _ = share_prompts(rows)
         blocked = self._is_blocked(self._head(live, rows))
@@ -223,6 +228,19 @@ class RowBook:
         cached = int(rows.computed[waiting[0]]) // self._sizes.block_size
         means = num_spare_blocks(rows, self._sizes) + cached
         return int(self._arrival[live[waiting[0]]]), means
+
+    def _followers(self, live: np.ndarray) -> np.ndarray | None:
+        """For each live row the spare rows of its beam search; counted once for each search."""
+        if not self._is_beam[live].any():
+            return None
+        followers = np.zeros(len(live), np.int64)
+        seen = set()
+        for i in np.flatnonzero(self._is_beam[live]):
+            request = self._requests[live[i]]
+            if request is not None and request.group not in seen:
+                seen.add(request.group)
+                followers[i] = int((~self._live[request.search.rows]).sum())
+        return followers
 
     def _num_held(self) -> int:
         """Rows that wait for another row's prompt, as far as is known."""
@@ -259,7 +277,10 @@ class RowBook:
         self._total = np.where(known, output.num_tokens, self._total)
         self._computed = np.where(known, output.num_computed_tokens, self._computed)
         self._swapped = np.where(known, status == Status.SWAPPED, self._swapped)
-        self._live &= ~known | (status == Status.RUNNING) | waiting
+        works = (status == Status.RUNNING) | waiting
+        self._live &= ~known | works
+        for row in np.flatnonzero(known & works & self._is_beam & ~self._live):
+            self._live[row] = self._requests[row] is not None  # no longer spare
         self._num_available = int(output.num_free_blocks) + int(output.num_evictable_blocks)
         num_admitted = int((was_waiting & ~waiting).sum())
         preempted = int(output.counters.num_preemptions) != self._num_preemptions

@@ -28,7 +28,7 @@ class Gatherer:
         return [delta for delta in told if delta is not None]
 
     def _hold(self, leader: Request, delta: RequestOutput) -> RequestOutput | None:
-        if len(leader.samples) == leader.params.n:
+        if leader.search is not None or len(leader.samples) == leader.params.n:
             return delta
         whole = self._whole.setdefault(id(leader), delta)
         if whole is not delta:

@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from pagedjax.beam_search import BeamSearchParams
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.server.errors import UNKNOWN_FIELD, ApiError
 
@@ -41,6 +42,22 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     "metadata": ({},),
+}
+
+
+# What says how to choose one token at a time, with the values that choose nothing.
+_NOT_IN_A_SEARCH: dict[str, tuple[Any, ...]] = {
+    "best_of": (),
+    "logprobs": (False,),
+    "top_logprobs": (),
+    "seed": (),
+    "stop": ([],),
+    "stop_token_ids": ([],),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
 }
 
 
@@ -113,6 +130,8 @@ class _Request(_Strict):
     include_stop_str_in_output: bool | None = None
     request_id: RequestId | None = None
     priority: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     # OpenAI's that are not implemented
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -126,8 +145,31 @@ class _Request(_Strict):
                 raise ApiError(
                     400, f"{name} is not supported by this server", param=name, code="unsupported"
                 )
+        if self.use_beam_search:
+            self._check_search()
+        elif self.length_penalty not in (None, 1):
+            raise ApiError(
+                400, "length_penalty needs use_beam_search: true", param="length_penalty"
+            )
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+
+    def _check_search(self) -> None:
+        for name, harmless in _NOT_IN_A_SEARCH.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in harmless:
+                raise ApiError(400, f"{name} cannot be used with use_beam_search", param=name)
+
+    def search_params(self, max_tokens: int | None) -> BeamSearchParams:
+        """Parameters of a beam search, as wide as the outputs that are asked for."""
+        names = "ignore_eos temperature length_penalty include_stop_str_in_output".split()
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        width = 1 if self.n is None else self.n
+        try:
+            return BeamSearchParams(beam_width=width, max_tokens=max_tokens, **given)
+        except ValueError as error:
+            fields = [name for name in (*given, "max_tokens") if str(error).startswith(name)]
+            raise ApiError(400, str(error), param=max(fields, key=len, default="n")) from error
 
     @property
     def include_usage(self) -> bool:
@@ -203,9 +245,11 @@ class CompletionRequest(_Request):
             raise ApiError(400, "prompt must have at least one entry", param="prompt")
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
-    def to_params(self) -> SamplingParams:
+    def to_params(self) -> SamplingParams | BeamSearchParams:
         """Sampling parameters; 16 tokens by default, as OpenAI does."""
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        if self.use_beam_search:
+            return self.search_params(max_tokens)
         return self.sampling_params(
             max_tokens=max_tokens, logprobs=self.logprobs, best_of=self.best_of
         )
@@ -273,10 +317,12 @@ class ChatCompletionRequest(_Request):
         """The messages as the chat template takes them."""
         return self.messages
 
-    def to_params(self) -> SamplingParams:
+    def to_params(self) -> SamplingParams | BeamSearchParams:
         """Sampling parameters; by default as many tokens as fit, as OpenAI does."""
         max_tokens = self.max_completion_tokens
         if max_tokens is None:
             max_tokens = self.max_tokens
+        if self.use_beam_search:
+            return self.search_params(max_tokens)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(max_tokens=max_tokens, logprobs=logprobs)

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from pagedjax.beam_search import BeamSearchParams
 from pagedjax.engine import AsyncEngine
 from pagedjax.engine.async_engine import OutputStream
 from pagedjax.engine.request import Request
@@ -21,7 +22,7 @@ async def submit(
     engine: AsyncEngine,
     make_prompts: Callable[[], Sequence[str | list[int]]],
     count: int,
-    params: SamplingParams,
+    params: SamplingParams | BeamSearchParams,
     *,
     request_id: str,
     **options: Any,

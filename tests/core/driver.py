@@ -68,6 +68,8 @@ def make_params(config, max_total, *, salt=0, stop=True, **changes):
         "salt": np.uint32(salt),
         "priority": np.int32(0),
         "group": NULL,
+        "beam_leader": NULL,
+        "beam_index": np.int32(0),
     }
     return RequestParams(**{**values, **changes})
 
@@ -191,9 +193,7 @@ class Driver:
         self.state, plan = self.jit.schedule(self.state)
         assert_invariants(self.jit.check(self.state, plan=plan))
         samples = self._model(plan, status_before)
-        self.state, output = self.jit.commit(
-            self.state, plan, null_samples(self.config, self.num_tokens, samples)
-        )
+        self.state, output = self.jit.commit(self.state, plan, self._sampled(plan, samples))
         assert_invariants(self.jit.check(self.state))
         self.plan, self.output = plan, output
         self._collect(output)
@@ -210,6 +210,9 @@ class Driver:
             self.step()
         assert (np.asarray(self.state.blocks.ref_counts) == 0).all()
         assert int(self.state.swap.num_free) == self.config.num_host_blocks
+
+    def _sampled(self, plan, token_ids):
+        return null_samples(self.config, self.num_tokens, token_ids)
 
     # ---- the shadow ---------------------------------------------------------------------------
     def _model(self, plan, status_before):

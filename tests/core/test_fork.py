@@ -2,6 +2,7 @@
 
 `Driver.step` checks the invariants and the shadow pool at every half step."""
 
+import dataclasses
 from typing import ClassVar
 
 import hypothesis.strategies as st
@@ -20,7 +21,8 @@ B = 4
 
 
 def make_driver(**sizes):
-    return Driver(**{"enable_forks": True, "num_blocks": 48, **sizes})
+    defaults = {"enable_forks": True, "num_blocks": 16, "hash_mask": 0xFF, "max_model_len": 40}
+    return Driver(**{**defaults, **sizes})
 
 
 def num_held(driver):
@@ -39,7 +41,8 @@ def test_blocks_right_after_the_fork(num_prompt, caching):
     """Four rows of a prompt of p tokens. The first computes it in one step; in the next one it
     computes its first output, the others the prompt's last token, each in a block of its own."""
     driver = make_driver(enable_prefix_caching=caching)
-    rows = driver.add_group([*range(6), *range(6)][:num_prompt], 40, 4, group=5, stop=False)
+    prompt = [*range(6), *range(6)][:num_prompt]
+    rows = driver.add_group(prompt, num_prompt + 3, 4, group=5, stop=False)
     driver.step()
     assert num_held(driver) == -(-num_prompt // B)
     status = np.asarray(driver.state.rows.status)[rows]
@@ -69,8 +72,8 @@ def test_others_pass_a_row_that_is_held_back():
     """The prompt takes two steps; what the second leaves of the budget goes to the next request,
     not to rows that have nothing to share yet."""
     driver = make_driver(num_tokens=24)
-    rows = driver.add_group([1] * 30, 50, 3, group=0, stop=False)
-    other = driver.add_request([2, 3, 4], 50, stop=False)
+    rows = driver.add_group([1] * 30, 34, 3, group=0, stop=False)
+    other = driver.add_request([2, 3, 4], 9, stop=False)
     driver.step()
     driver.step()
     status = np.asarray(driver.state.rows.status)
@@ -124,8 +127,6 @@ def test_groups_and_salts_do_not_mix():
 
 def by_hand(driver, tables, computed):
     """The state with these block tables, all rows running and in one group."""
-    import dataclasses
-
     state, s, m = driver.state, driver.config.num_rows, driver.config.max_blocks_per_seq
     table = np.full((s, m), NULL, np.int32)
     for row, blocks in enumerate(tables):
@@ -173,6 +174,18 @@ def test_who_copies(tables, computed, grant, expected, use_cond):
     assert np.asarray(got)[: len(expected)].tolist() == expected
 
 
+def test_cached_block_is_copied_even_by_its_only_holder():
+    driver = make_driver()
+    state = by_hand(driver, [[1, 7]], [6])
+    cached = dataclasses.replace(state.prefix, slot=state.prefix.slot.at[7].set(0))
+    state = dataclasses.replace(state, prefix=cached)
+    s = driver.config.num_rows
+    grants = jnp.zeros(s, jnp.int32).at[0].set(1)
+    got = copies_on_write(driver.config, state, jnp.arange(s), grants)
+    assert int(got[0]) == 7
+
+
+@pytest.mark.slow
 def test_without_groups_nothing_differs():
     """The switch alone changes no step."""
     drivers = [Driver(num_blocks=20, enable_forks=on) for on in (False, True)]
@@ -192,7 +205,7 @@ token = st.integers(0, 5)
 class ForkMachine(RuleBasedStateMachine):
     """Groups, single requests, aborts, in a pool that is too small for all of them."""
 
-    sizes: ClassVar = {"num_blocks": 16, "hash_mask": 0xFF, "max_model_len": 40}
+    sizes: ClassVar = {}
 
     @initialize()
     def start(self):
@@ -237,7 +250,7 @@ class ForkMachine(RuleBasedStateMachine):
 
 
 class UncachedForkMachine(ForkMachine):
-    sizes: ClassVar = {"num_blocks": 12, "max_model_len": 40, "enable_prefix_caching": False}
+    sizes: ClassVar = {"enable_prefix_caching": False}
 
 
 class TightForkMachine(ForkMachine):
@@ -246,7 +259,6 @@ class TightForkMachine(ForkMachine):
     sizes: ClassVar = {
         "num_blocks": 11,
         "hash_mask": 3,
-        "max_model_len": 40,
         "evict_batch": 2,
         "max_admissions": 2,
         "max_preemptions": 2,
@@ -294,6 +306,8 @@ LONG = settings(max_examples=200, stateful_step_count=60, deadline=None)
 MACHINES = ForkMachine, UncachedForkMachine, TightForkMachine, PolicyForkMachine, SwapForkMachine
 for machine in MACHINES:
     quick = type(f"Test{machine.__name__}", (machine.TestCase,), {"settings": QUICK})
+    if machine is TightForkMachine:  # one compilation less
+        quick = pytest.mark.slow(quick)
     long = type(f"Test{machine.__name__}Long", (machine.TestCase,), {"settings": LONG})
     globals()[quick.__name__] = quick
     globals()[long.__name__] = pytest.mark.slow(long)
