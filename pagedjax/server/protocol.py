@@ -57,6 +57,7 @@ _NOT_IN_A_SEARCH: dict[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
     "min_p": (0,),
     "min_tokens": (0,),
+    "priority": (0,),
     "skip_special_tokens": (True,),
 }
 

@@ -322,6 +322,18 @@ class TightBeamMachine(BeamMachine):
     sizes: ClassVar = TIGHT
 
 
+class MixedBeamMachine(BeamMachine):
+    """Everything at once: victims by their tokens, time slices, some swapped out."""
+
+    sizes: ClassVar = {
+        "num_host_blocks": 12,
+        "preemption_mode": "swap",
+        "preemption_policy": "most_tokens",
+        "scheduling_policy": "round_robin",
+        "time_slice_tokens": 3,
+    }
+
+
 QUICK = settings(
     max_examples=8,
     stateful_step_count=25,
@@ -331,7 +343,7 @@ QUICK = settings(
 )
 LONG = settings(max_examples=200, stateful_step_count=60, deadline=None)
 
-for machine in (BeamMachine, UncachedBeamMachine, TightBeamMachine):
+for machine in (BeamMachine, UncachedBeamMachine, TightBeamMachine, MixedBeamMachine):
     quick = type(f"Test{machine.__name__}", (machine.TestCase,), {"settings": QUICK})
     long = type(f"Test{machine.__name__}Long", (machine.TestCase,), {"settings": LONG})
     globals()[quick.__name__] = quick
