@@ -2,6 +2,8 @@
 
 import random
 
+from pagedjax.eventlog.format import LogWriter, pack, read_records, unpack
+from pagedjax.replay import read_log
 from pagedjax.sampling_params import SamplingParams
 from tests.shell.tiny import make_engine
 
@@ -35,3 +37,15 @@ def record(path, *, num_steps=500, seed=0, engine=None, on_step=lambda engine: N
                 live.pop(delta.request_id, None)
         on_step(engine)
     return engine
+
+
+def rewritten(path, out, change):
+    """A log whose records are changed, with right checksums of their own."""
+    writer = LogWriter(out)
+    for number, (_, kind, payload) in enumerate(list(read_records(path))):
+        arrays, values = unpack(payload)
+        arrays = dict(arrays)
+        if change(number, kind, arrays, values) is not False:
+            writer.append(kind, pack(arrays, **values))
+    writer.close()
+    return read_log(out)

@@ -1,10 +1,6 @@
 """A recorded session is played again: every state is the same, and whatever is wrong is found."""
 
 import dataclasses
-import importlib.util
-import io
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,7 +9,7 @@ import pytest
 from pagedjax.core.state import Status
 from pagedjax.engine.snapshot import check_fingerprint
 from pagedjax.eventlog import LogError, checksum
-from pagedjax.eventlog.format import MAGIC, Kind, LogWriter, pack, read_records, unpack
+from pagedjax.eventlog.format import MAGIC, Kind, read_records, unpack
 from pagedjax.eventlog.names import STOP
 from pagedjax.replay import (
     Player,
@@ -25,39 +21,8 @@ from pagedjax.replay import (
     first_failure,
     read_log,
 )
-from pagedjax.replay.interactive import Shell
-from tests.replay.session import SHARED, record
+from tests.replay.session import SHARED, record, rewritten
 from tests.shell.tiny import make_engine
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "replay.py"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("replay")
-
-
-@pytest.fixture(scope="module")
-def session(folder):
-    """(log without text, the scheduler's states as they were)."""
-    states = {}
-
-    def keep(engine):
-        # The state after the step launched last, if nothing has been fed since.
-        state = engine._device.state.scheduler
-        states[int(state.step)] = jax.device_get(state)
-
-    engine = record(folder / "events.log", on_step=keep)
-    assert engine.stats().preemptions > 0
-    assert engine.stats().finished["abort"] > 0
-    assert engine.stats().finished["stop"] > 0
-    assert engine.stats().cached_tokens > 0
-    return read_log(folder / "events.log"), states
-
-
-@pytest.fixture(scope="module")
-def player(session):
-    return Player(session[0])
 
 
 def equal(a, b, *, exact=True):
@@ -172,18 +137,6 @@ def test_over_a_snapshot(folder, text):
         for name in (".rows.token_ids", ".prefix.tokens"):
             tokens = state.arrays[name]
             assert ((tokens == 0) | (tokens >= 260)).all()
-
-
-def rewritten(path, out, change):
-    """A log whose records are changed, with right checksums of their own."""
-    writer = LogWriter(out)
-    for number, (_, kind, payload) in enumerate(list(read_records(path))):
-        arrays, values = unpack(payload)
-        arrays = dict(arrays)
-        if change(number, kind, arrays, values) is not False:
-            writer.append(kind, pack(arrays, **values))
-    writer.close()
-    return read_log(out)
 
 
 def test_a_changed_bit_is_noticed_at_its_step(session, folder):
@@ -368,76 +321,3 @@ def test_an_old_log_is_kept_and_a_full_disk_ends_the_log_only(folder, caplog):
     assert "ends here" in caplog.text
     assert caplog.text.count("ends here") == 1
     assert Player(read_log(path)).num_steps >= 2
-
-
-@pytest.fixture
-def script(monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("replay_script", SCRIPT)
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
-    monkeypatch.setattr(program, "_keep_compiled", lambda: None)  # a setting of the process
-
-    def run(*argv, typed=""):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-        status = program.main(list(map(str, argv)))
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
-
-
-def test_the_script(session, folder, script):
-    path = folder / "events.log"
-    status, out, _ = script(path, "diff", 1, 3)
-    assert status == 0
-    assert "step 2, " in out
-    assert "from 1 to 3: " in out
-    status, out, _ = script(path, "show", 40)
-    assert status == 0
-    assert "step 40, " in out
-    status, _, err = script(path, "show", 9999)
-    assert status == 2
-    assert "step must be from 0 to" in err
-    assert script(path, "diff", 3, 1)[0] == 2
-    status, out, _ = script(path, "bisect", "step < 30")
-    assert status == 1
-    assert "first fails at step 30" in out
-    assert script(path, "bisect", "step >= 0", "--linear")[:1] == (0,)
-    assert script(path, "bisect", "1 +")[0] == 2
-    assert script(folder / "none.log", "verify")[0] == 2
-    assert script(path, "verify", "--model", "x")[0] == 2  # it has no text, or there is no such one
-
-
-def test_the_script_verifies(session, folder, script):
-    path = folder / "short.log"
-    record(path, num_steps=20)
-    status, out, _ = script(path, "verify")
-    assert status == 0
-    assert "states have checksums, and all are equal" in out
-
-    def change(_, kind, arrays, values):
-        if kind == Kind.RESULT and values["step"] == 9:
-            arrays["sums"] = arrays["sums"] ^ np.eye(1, len(arrays["sums"]), 3, np.uint32)[0]
-
-    rewritten(path, folder / "short-wrong.log", change)
-    status, out, _ = script(folder / "short-wrong.log", "verify")
-    assert status == 1
-    assert "step 9: the state differs in rows.error" in out
-    (folder / "short-cut.log").write_bytes(path.read_bytes()[:-3])
-    status, out, _ = script(folder / "short-cut.log", "verify")
-    assert status == 1
-    assert "PROBLEM  the log is truncated" in out
-
-
-def test_by_hand(player):
-    typed = "goto 10\nn\nb 2\nd 8 9\nfind step < 12\nc\nx\ngoto 9999\ngoto z\n\nq\n"
-    out = io.StringIO()
-    shell = Shell(player, stdin=io.StringIO(typed), stdout=out)
-    shell.use_rawinput = False
-    shell.cmdloop()
-    text = out.getvalue()
-    for words in (
-        *("step 10, ", "from 10 to 11: ", "9/", "from 8 to 9: ", "step 12, ", "from 11 to 12: "),
-        *("Unknown syntax: x", "error: step must be from 0 to", "error: invalid literal"),
-    ):
-        assert words in text
