@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -73,6 +73,11 @@ def execute_recorded(params, k_pool, v_pool, plan: Plan, inputs, *, config: Step
     return k_pool, v_pool, sampled, recorder.attended, recorder.logits
 
 
+def jit_execute(config: StepConfig) -> Callable:
+    """``execute_recorded``, to be compiled once for each bucket."""
+    return jax.jit(functools.partial(execute_recorded, config=config))
+
+
 def pool_difference(first: tuple, second: tuple) -> tuple[jax.Array, jax.Array]:
     """(largest absolute difference, largest absolute value of the first) of (k_pool, v_pool)."""
     pairs = [(to_float32(a), to_float32(b)) for a, b in zip(first, second, strict=True)]
@@ -123,10 +128,7 @@ class Core:
         )
         self._commit = jax.jit(functools.partial(commit, config=self.sizes))
         self._add = jax.jit(functools.partial(add_request, config=self.sizes))
-        self._execute = {
-            name: jax.jit(functools.partial(execute_recorded, config=config))
-            for name, config in configs.items()
-        }
+        self._execute = {name: jit_execute(config) for name, config in configs.items()}
         self._pool_difference = jax.jit(pool_difference)
 
     def start(self, kv_dtype: Any) -> EngineState:
