@@ -57,16 +57,22 @@ def sampling_inputs(state: SchedulerState, plan: Plan) -> SamplingInputs:
     )
 
 
-def swap_out_blocks(state: EngineState, plan: Plan) -> tuple[jax.Array | None, jax.Array | None]:
-    """The host pools with the blocks that leave the device in this step. Before `execute`: the
-    plan may have given those blocks to other rows. (None, None) without a host pool."""
+def swap_out_blocks(state: EngineState, plan: Plan):
+    """Copy the blocks that leave the device in this step. Before `execute`: the plan may have given
+    them to other rows.
+
+    Returns:
+      (plan, host_k_pool, host_v_pool); without a host pool, the plan and None.
+    """
     if plan.swaps is None:
-        return None, None
+        return plan, None, None
     out = plan.swaps.out_src, plan.swaps.out_dst, plan.swaps.num_out
-    return (
-        move_blocks(state.k_pool, state.host_k_pool, *out),
-        move_blocks(state.v_pool, state.host_v_pool, *out),
-    )
+    host_k_pool, num_k = move_blocks(state.k_pool, state.host_k_pool, *out)
+    host_v_pool, num_v = move_blocks(state.v_pool, state.host_v_pool, *out)
+    # Always true, and what `execute` writes first depends on it now.
+    done = (num_k == num_v) & (num_k >= plan.swaps.num_out)
+    plan = dataclasses.replace(plan, copy_src=jnp.where(done, plan.copy_src, NULL))
+    return plan, host_k_pool, host_v_pool
 
 
 def execute(
@@ -97,8 +103,8 @@ def execute(
     if plan.swaps is not None:
         # Not before the copies: the source of one may have been evicted to make room for this.
         back = plan.swaps.in_src, plan.swaps.in_dst, plan.swaps.num_in
-        k_pool = move_blocks(host_pools[0], k_pool, *back)
-        v_pool = move_blocks(host_pools[1], v_pool, *back)
+        k_pool, _ = move_blocks(host_pools[0], k_pool, *back)
+        v_pool, _ = move_blocks(host_pools[1], v_pool, *back)
     k_pool, v_pool, hidden = model.forward(params, k_pool, v_pool, plan, plan.logit_index)
     sampled = _sample(params, hidden, inputs, plan.num_seqs, config=config, model=model)
     # A chunk that is not its row's last samples nothing, but its keys and values are cached. A bad

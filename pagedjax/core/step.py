@@ -86,7 +86,7 @@ def step(
     sizes = config.scheduler
     scheduler, plan = schedule(state.scheduler, config=sizes, num_tokens=num_tokens)
     inputs = sampling_inputs(scheduler, plan)
-    host_pools = swap_out_blocks(state, plan)
+    plan, host_k_pool, host_v_pool = swap_out_blocks(state, plan)
     k_pool, v_pool, sampled = execute(
         params,
         state.k_pool,
@@ -95,10 +95,9 @@ def step(
         inputs,
         config=sizes,
         model=config.model,
-        host_pools=host_pools,
+        host_pools=(host_k_pool, host_v_pool),
     )
     scheduler, output = commit(scheduler, plan, sampled, config=sizes)
-    host_k_pool, host_v_pool = host_pools
     state = EngineState(
         scheduler=scheduler,
         k_pool=k_pool,

@@ -23,10 +23,8 @@ def requests():
     prefixes = ["", "", "the same beginning "]
     out = []
     for i in range(64):
-        text = (
-            prefixes[i % 3]
-            + bytes(rng.integers(97, 122, int(rng.integers(1, 20))).tolist()).decode()
-        )
+        letters = rng.integers(97, 122, int(rng.integers(1, 20))).tolist()
+        text = prefixes[i % 3] + bytes(letters).decode()
         sampling = SamplingParams(
             temperature=0, ignore_eos=True, max_tokens=int(rng.integers(8, 24)), logprobs=0
         )
@@ -93,7 +91,14 @@ COSTS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("recompute", marks=pytest.mark.slow),
+        "swap",
+        pytest.param("auto", marks=pytest.mark.slow),
+    ],
+)
 def test_a_small_pool_gives_the_tokens_of_a_large_one(expected, mode):
     engine = make_engine(**SMALL, **MODES[mode], costs=COSTS if mode == "auto" else {})
     go = run_poisoned if mode == "swap" else run
