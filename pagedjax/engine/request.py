@@ -1,9 +1,7 @@
 """What the host keeps of one request: its text, its stop strings, its log-probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +12,6 @@ from pagedjax.engine.errors import InvalidRequestError
 from pagedjax.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from pagedjax.sampling_params import SamplingParams, derived_seed
 from pagedjax.tokenizers import IncrementalDetokenizer, StopChecker, Tokenizer
-
-if TYPE_CHECKING:
-    from pagedjax.engine.beams import BeamSearch
 
 MAX_STOP_STRINGS = 64
 """Of one request. Each is looked for in each character, in the thread that serves everybody."""
@@ -40,7 +35,7 @@ class Request:
       finish_reason: None while it runs.
     """
 
-    search: BeamSearch | None = None
+    search: Any = None
 
     def __init__(
         self,
@@ -113,7 +108,7 @@ class Request:
             self.samples.append(sample)
 
     @property
-    def leader(self) -> Request:
+    def leader(self) -> "Request":
         """The first sample."""
         return self.samples[0]
 

@@ -53,7 +53,8 @@ class BeamDriver(Driver):
         defaults = {
             "enable_forks": True,
             "max_beam_width": 4,
-            "max_logprobs": vocab,
+            "max_logprobs": 6,
+            "enable_prefix_caching": False,
             "num_blocks": 18,
             "num_rows": 10,
             "max_num_seqs": 8,

@@ -21,6 +21,7 @@ from tests.core.driver import prefix_hashes
 PROMPT = [1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
 # One more compilation of everything, with the small limits that make things happen.
 TIGHT: dict = {
+    "enable_prefix_caching": True,
     "num_blocks": 17,
     "hash_mask": 3,
     "num_tokens": 6,
@@ -33,7 +34,7 @@ TIGHT: dict = {
 }
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_several_widths_at_once(caching):
     driver = BeamDriver(enable_prefix_caching=caching)
     for width, extra, stop in ((4, 12, True), (1, 9, True), (3, 14, False), (2, 7, True)):
@@ -49,10 +50,8 @@ def test_several_widths_at_once(caching):
 def test_search_against_brute_force():
     """A width that covers every sequence of a tiny vocabulary: what comes out is what one finds by
     looking at all of them."""
-    vocab, length, width = 4, 3, 9  # 3 tokens that are no stop: 9 beams after two of them
-    driver = BeamDriver(
-        vocab=vocab, num_rows=10, max_num_seqs=9, max_beam_width=9, num_blocks=60, num_tokens=24
-    )
+    vocab, length, width = 3, 3, 4  # two tokens that are no stop: four beams after two of them
+    driver = BeamDriver(vocab=vocab)
     number = driver.add_search([1, 2, 3], width, 3 + length)
     group = driver.groups[number]
     driver.drain()
@@ -82,7 +81,7 @@ def test_search_against_brute_force():
 def test_blocks_of_a_search():
     """Three beams behind a prompt of ten tokens, blocks of four: two whole blocks in common, and
     one each. A beam that nobody continues gives its own back in the same step."""
-    driver = BeamDriver(enable_prefix_caching=False)
+    driver = BeamDriver()
     driver.add_search(PROMPT, 3, 24, stop=False)
     (group,) = driver.groups.values()
     driver.step()
@@ -144,7 +143,7 @@ def test_group_behind_others_is_all_or_nothing():
     assert driver.counts["searches"] == 1
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_preempted_as_a_whole(caching):
     driver = BeamDriver(enable_prefix_caching=caching)
     driver.add_request([3] * 4, 44, stop=False)
@@ -312,8 +311,8 @@ class BeamMachine(RuleBasedStateMachine):
             self.driver.drain()
 
 
-class UncachedBeamMachine(BeamMachine):
-    sizes: ClassVar = {"enable_prefix_caching": False}
+class CachedBeamMachine(BeamMachine):
+    sizes: ClassVar = {"enable_prefix_caching": True}
 
 
 class TightBeamMachine(BeamMachine):
@@ -343,8 +342,10 @@ QUICK = settings(
 )
 LONG = settings(max_examples=200, stateful_step_count=60, deadline=None)
 
-for machine in (BeamMachine, UncachedBeamMachine, TightBeamMachine, MixedBeamMachine):
+for machine in (BeamMachine, CachedBeamMachine, TightBeamMachine, MixedBeamMachine):
     quick = type(f"Test{machine.__name__}", (machine.TestCase,), {"settings": QUICK})
+    if machine in (CachedBeamMachine, TightBeamMachine):  # fewer compilations
+        quick = pytest.mark.slow(quick)
     long = type(f"Test{machine.__name__}Long", (machine.TestCase,), {"settings": LONG})
     globals()[quick.__name__] = quick
     globals()[long.__name__] = pytest.mark.slow(long)

@@ -306,7 +306,7 @@ LONG = settings(max_examples=200, stateful_step_count=60, deadline=None)
 MACHINES = ForkMachine, UncachedForkMachine, TightForkMachine, PolicyForkMachine, SwapForkMachine
 for machine in MACHINES:
     quick = type(f"Test{machine.__name__}", (machine.TestCase,), {"settings": QUICK})
-    if machine is TightForkMachine:  # one compilation less
+    if machine in (TightForkMachine, PolicyForkMachine):  # fewer compilations
         quick = pytest.mark.slow(quick)
     long = type(f"Test{machine.__name__}Long", (machine.TestCase,), {"settings": LONG})
     globals()[quick.__name__] = quick

@@ -88,7 +88,7 @@ def test_beams_equal_a_dense_search(params):  # noqa: F811
         assert found[tokens] == pytest.approx(total, abs=1e-3)
 
 
-@pytest.mark.parametrize("num_tokens", [4, 16])
+@pytest.mark.parametrize("num_tokens", [4, pytest.param(16, marks=pytest.mark.slow)])
 def test_pool_and_tables_are_not_copied(params, num_tokens):  # noqa: F811
     """Neither the pool nor the large tables of the scheduler, though beams move between rows."""
     config = make_config(**SIZES | {"num_blocks": 4096, "num_rows": 50, "max_model_len": 404})

@@ -84,7 +84,6 @@ def assert_same(outputs, expected):
         assert output.cumulative_logprob == pytest.approx(total, abs=1e-3)
 
 
-# The most likely byte after PROMPT is declared to end it in some searches: see `eos` below.
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -1.5, 3.0])
 @pytest.mark.parametrize("width", [1, 3])
 def test_search_equals_a_plain_one(engine, width, penalty):
@@ -149,6 +148,7 @@ def test_searches_beside_other_requests(engine):
     assert engine.num_compiled() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_searches(caching):
     """A pool in which the searches push one another out and come back."""
@@ -230,6 +230,7 @@ def test_over_http(engine):
     extra = {"use_beam_search": True, "length_penalty": 0.5}
     search = BeamSearchParams(beam_width=3, max_tokens=5, length_penalty=0.5)
     expected = run(engine, [("a", PROMPT, search)])["a"].outputs
+    alone = run(engine, [("b", "<user>hi<eos><assistant>", search)])["b"].outputs
     with (
         serving(engine) as (url, _),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
@@ -246,7 +247,8 @@ def test_over_http(engine):
         assert streamed == [output.text for output in expected]
         messages = [{"role": "user", "content": "hi"}]
         chat = client.chat.completions.create(messages=messages, extra_body=extra, **ask)
-        assert len({choice.message.content for choice in chat.choices}) == 3
+        assert [choice.index for choice in chat.choices] == [0, 1, 2]
+        assert [c.message.content for c in chat.choices] == [output.text for output in alone]
         for change, param in (
             ({"top_p": 0.5}, "top_p"),
             ({"seed": 1}, "seed"),

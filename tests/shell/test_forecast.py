@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pagedjax.engine.forecast import Rows, Sizes, advance, demand, grants
+from pagedjax.engine.forecast import Rows, Sizes, advance, demand, grants, share_prompts
 from pagedjax.engine.prefix_forecast import PrefixForecast
 
 SIZES = Sizes(max_num_seqs=4, max_admissions=2, block_size=4)
@@ -108,3 +108,38 @@ def test_prefix_forecast_knows_what_was_computed():
     assert prefix.num_cached_tokens(other, 18) == 8
     prefix.remember(prefix.chain(list(range(50, 58))))  # two blocks push out the oldest tails
     assert prefix.num_cached_tokens(chain, 18) == 8
+
+
+def grouped(table, group, prompt, followers=None):
+    count = len(group)
+    return replace(
+        table,
+        group=np.array(group),
+        prompt=np.full(count, prompt),
+        followers=None if followers is None else np.array(followers),
+    )
+
+
+def test_rows_of_a_group_wait_for_its_prompt():
+    """Three rows of one prompt of ten tokens, and a fourth row of another one behind them."""
+    table = rows((0, 10, 0, 99), (0, 10, 0, 99), (0, 10, 0, 99), (0, 6, 0, 99))
+    table = grouped(table, [5, 5, 5, -1], 10)
+    assert share_prompts(table)[1].tolist() == [False, True, True, False]
+    # Those that are held back are passed by.
+    assert grants(table, 16, SIZES).tolist() == [10, 0, 0, 6]
+    assert demand(table, SIZES) == (0, 16)
+    table = advance(table, 16, SIZES)
+    # The prompt is there: each computes its last token again, in a copy of the last block.
+    assert demand(table, SIZES) == (2, 2)
+    free = table.num_available_blocks
+    table = advance(table, 16, SIZES)
+    assert table.running.tolist() == [True] * 4
+    assert table.total.tolist() == [12, 11, 11, 8]
+    assert free - table.num_available_blocks == 2
+    assert demand(table, SIZES) == (4, 0)
+
+
+def test_beams_that_follow_are_counted_once_there_is_an_output():
+    table = grouped(rows((1, 10, 3, 99)), [1], 10, followers=[3])
+    assert demand(table, SIZES) == (0, 7)
+    assert demand(advance(table, 16, SIZES), SIZES) == (4, 0)

@@ -30,7 +30,7 @@ def counters(engine):
 @pytest.mark.parametrize("caching", [True, False])
 def test_outputs_are_those_of_single_requests(engine, caching):
     if not caching:
-        engine = make_engine(enable_prefix_caching=False)
+        engine = make_engine(enable_prefix_caching=False, token_buckets=(16,))
     forked = int(counters(engine).num_forked_tokens)
     before = engine.stats()
     whole = run(engine, [("a", PROMPT, replace(RANDOM, n=4))])["a"]
