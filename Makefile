@@ -17,6 +17,8 @@ VENV ?= .venv
 PYTHON ?=
 MODEL ?= smollm2-135m
 ARGS ?=
+# A process for each core, at most four (each takes up to 3 GB); a file stays in one.
+SPREAD ?= -n auto --maxprocesses 4 --dist loadfile
 PY := $(VENV)/bin/python
 
 help: ## show this list
@@ -26,10 +28,10 @@ serve: env-server fetch ## serve the default model (or MODEL=) on an OpenAI-comp
 	@exec $(PY) scripts/serve_local.py --model $(MODEL) $(ARGS)
 
 test: env-dev try-fetch ## run the tests but the slow ones
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest $(SPREAD) $(ARGS)
 
 test-slow: env-dev try-fetch ## run the slow tests
-	@$(PY) -m pytest -m slow $(ARGS)
+	@$(PY) -m pytest $(SPREAD) -m slow $(ARGS)
 
 gpu-check: ## compile the GPU kernels for four chips, without a GPU, and judge them
 	@PYTHON='$(PYTHON)' CUDA=0 scripts/environment.sh '$(VENV)-gpu' gpu-check
