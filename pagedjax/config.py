@@ -95,7 +95,7 @@ class EngineConfig:
 
     scheduling_policy: str = "fcfs"
     """Which waiting request starts next. fcfs: first come, first served. priority: the lowest
-    priority value first (a request says `priority`). round_robin: time slices, see
+    priority value first (a request says its own). round_robin: time slices, see
     time_slice_tokens. longest_prefix: the one with most of its prompt in the prefix cache.
     module:function: a function of yours, see pagedjax.core.policies."""
 
