@@ -1,6 +1,8 @@
 """What a request gives back, in the shape that vLLM's users know."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +91,27 @@ class RequestOutput:
             mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
         self.finished, self.error = delta.finished, delta.error or self.error
         self.num_cached_tokens = delta.num_cached_tokens
+
+
+def describe_output(output: RequestOutput) -> dict[str, Any]:
+    """The output as JSON can say it."""
+    fields = dict(vars(output))
+    fields["outputs"] = [dict(vars(completion)) for completion in output.outputs]
+    for completion in fields["outputs"]:
+        if completion["logprobs"] is not None:
+            completion["logprobs"] = [
+                [(i, e.logprob, e.rank, e.decoded_token) for i, e in places.items()]
+                for places in completion["logprobs"]
+            ]
+    return fields
+
+
+def restore_output(fields: Mapping[str, Any]) -> RequestOutput:
+    """The inverse of `describe_output`."""
+    completions = []
+    for described in fields["outputs"]:
+        logprobs = described["logprobs"]
+        if logprobs is not None:
+            logprobs = [{i: Logprob(*entry) for i, *entry in places} for places in logprobs]
+        completions.append(CompletionOutput(**(described | {"logprobs": logprobs})))
+    return RequestOutput(**(dict(fields) | {"outputs": completions}))

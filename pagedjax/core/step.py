@@ -18,8 +18,8 @@ from pagedjax.core.commit import commit
 from pagedjax.core.execute import StepConfig, execute, sampling_inputs, swap_out_blocks
 from pagedjax.core.pytree import pytree
 from pagedjax.core.schedule import schedule
-from pagedjax.core.state import EngineState, Status, StepOutput, init_scheduler
-from pallas_kernels import gather_blocks, init_pool, scatter_blocks
+from pagedjax.core.state import NULL, EngineState, Status, StepOutput, init_scheduler
+from pallas_kernels import gather_blocks, init_pool, move_blocks, scatter_blocks
 
 
 def init_state(config: StepConfig, *, kv_dtype, host_memory: Any = None) -> EngineState:
@@ -71,6 +71,39 @@ def write_blocks(
     Ids out of range are dropped; none may occur twice."""
     k_pool, v_pool = scatter_blocks(state.k_pool, state.v_pool, keys, values, blocks)
     return dataclasses.replace(state, k_pool=k_pool, v_pool=v_pool)
+
+
+def read_host_blocks(
+    host_pools: tuple[jax.Array, jax.Array], blocks: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`read_blocks` for the host pool (keys, values).
+
+    Ids [A] int32; those that are NULL come last, and what is read for them is zeros."""
+    count, places = _real(blocks)
+
+    def read(pool):
+        buffer = jnp.zeros((pool.shape[0], blocks.shape[0], *pool.shape[2:]), pool.dtype)
+        return move_blocks(pool, buffer, blocks, places, count)[0].swapaxes(0, 1)
+
+    return read(host_pools[0]), read(host_pools[1])
+
+
+def write_host_blocks(
+    host_pools: tuple[jax.Array, jax.Array], blocks: jax.Array, keys: jax.Array, values: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The inverse of `read_host_blocks`: the host pools with these blocks' content. Donate them."""
+    count, places = _real(blocks)
+
+    def write(pool, content):
+        return move_blocks(content.swapaxes(0, 1), pool, places, blocks, count)[0]
+
+    return write(host_pools[0], keys), write(host_pools[1], values)
+
+
+def _real(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(how many ids are not NULL, 0 .. A - 1)."""
+    places = jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    return (blocks != NULL).sum(dtype=jnp.int32), places
 
 
 def step(

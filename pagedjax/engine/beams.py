@@ -45,6 +45,7 @@ class BeamSearch:
       rows: of the request table, the leader's first; set when it has been given them.
       beams: row -> the beam it carries.
       completed: outputs that ended with an end-of-sequence token.
+      final: the end-of-sequence tokens, none if they are ignored.
     """
 
     def __init__(self, leader: Beam, params: BeamSearchParams, final: Sequence[int]) -> None:
@@ -53,7 +54,7 @@ class BeamSearch:
         self.beams: dict[int, Hypothesis] = {}
         self.completed: list[Hypothesis] = []
         self._leader = leader
-        self._final = frozenset(final)
+        self.final = frozenset(final)
         self._count = leader.params.logprobs
 
     def place(self, rows: Sequence[int]) -> None:
@@ -72,7 +73,7 @@ class BeamSearch:
             rank = output.rank[row]
             ids, logprobs = output.top_token_ids[rank], output.top_logprobs[rank]
             for token_id, logprob in zip(ids[: self._count].tolist(), logprobs, strict=False):
-                if token_id in self._final:
+                if token_id in self.final:
                     self.completed.append(([*tokens, token_id], np.float32(total + logprob)))
         old, new = self.beams, {}
         for i in carried:

@@ -18,8 +18,15 @@ from pagedjax.core.invariants import check_invariants
 from pagedjax.core.requests import RequestParams, abort, add_request
 from pagedjax.core.schedule import retire
 from pagedjax.core.state import NULL, EngineState, SchedulerState, StepOutput
-from pagedjax.core.step import init_state, read_blocks, step, write_blocks
-from pagedjax.eventlog import Recorder
+from pagedjax.core.step import (
+    init_state,
+    read_blocks,
+    read_host_blocks,
+    step,
+    write_blocks,
+    write_host_blocks,
+)
+from pagedjax.eventlog.recorder import KVBlocks, Recorder
 
 MAX_COMPILE_THREADS = 4
 """Of the default. Each holds one step's program in memory while it compiles."""
@@ -82,6 +89,8 @@ class Device:
         self._recorder: Recorder | None = None
         self._gather = jax.jit(read_blocks)
         self._scatter = jax.jit(write_blocks, donate_argnums=0)
+        self._gather_host = jax.jit(read_host_blocks)
+        self._scatter_host = jax.jit(write_host_blocks, donate_argnums=0)
 
     def _fresh_state(self) -> EngineState:
         host_memory = jax.sharding.SingleDeviceSharding(
@@ -195,19 +204,25 @@ class Device:
         """Keys and values of some blocks of the pool."""
         return self._gather(self._state, blocks)
 
+    def gather_host(self, blocks: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """The same of the host pool; NULL comes last among the ids."""
+        return self._gather_host(_host_pools(self._state), blocks)
+
     def restore(
-        self,
-        scheduler: SchedulerState,
-        blocks: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]],
+        self, scheduler: SchedulerState, blocks: KVBlocks, host_blocks: KVBlocks = ()
     ) -> None:
-        """Replace the state: a scheduler's, and (ids, keys, values) of blocks of the pool."""
+        """Replace the state: a scheduler's, and (ids, keys, values) of blocks of the pool and of
+        the host pool."""
         if self._recorder is not None:
-            blocks = list(blocks)
-            self._recorder.restored(scheduler, blocks)
+            blocks, host_blocks = list(blocks), list(host_blocks)
+            self._recorder.restored(scheduler, blocks, host_blocks)
         self._state = None  # two pools at once may not fit
         state = self._fresh_state()
         for ids, keys, values in blocks:
             state = self._scatter(state, ids, keys, values)
+        for ids, keys, values in host_blocks:
+            pools = self._scatter_host(_host_pools(state), ids, keys, values)
+            state = dataclasses.replace(state, host_k_pool=pools[0], host_v_pool=pools[1])
         scheduler = jax.device_put(scheduler, self._device)
         self._state = dataclasses.replace(state, scheduler=scheduler)
 
@@ -219,6 +234,10 @@ class Device:
         broken = {name: int(count) for name, count in counts.items() if count}
         if broken:
             raise AssertionError(f"the engine's state is corrupt: {broken}")
+
+
+def _host_pools(state: EngineState) -> tuple[jax.Array, jax.Array]:
+    return state.host_k_pool, state.host_v_pool
 
 
 def _a_request(sizes: SchedulerConfig) -> RequestParams:

@@ -286,36 +286,20 @@ class Engine:
         Raises:
           OSError: it could not be written; a file that was there is unharmed. What came out of the
             steps comes from the next `step` then.
-          RuntimeError: a request is swapped out, and the file would not hold its blocks; it may be
-            tried again after some steps. Or a request for several outputs, or a beam search, is
-            going on; those cannot be saved yet.
         """
-        self._refuse_host_blocks()
         self._unread = self.settle()
-        if self._intake.has_groups():
-            raise RuntimeError(
-                "a request for several outputs (n > 1) or a beam search is going on, which save "
-                "cannot write yet"
-            )
-        queue, num_seeds_drawn = self._intake.saved()
+        requests, queue, numbers = self._intake.saved()
         self._snapshots.save(
             Path(path),
             rows=self._rows,
+            requests=requests,
             queue=queue,
-            num_seeds_drawn=num_seeds_drawn,
+            held=self._gatherer.held,
+            numbers=numbers,
             now=self._clock(),
             extra=extra or {},
         )
         return self._take_unread()
-
-    def _refuse_host_blocks(self) -> None:
-        num_host = self._sizes.num_host_blocks
-        num_used = num_host - int(self._device.state.scheduler.swap.num_free)
-        if num_used:
-            raise RuntimeError(
-                f"{num_used} of the {num_host} blocks in host memory (num_host_blocks) are in use "
-                "by requests that are swapped out; a snapshot does not hold them"
-            )
 
     def load(self, path: str | Path) -> list[Request]:
         """`resume`, without what else the file holds."""
@@ -339,8 +323,9 @@ class Engine:
             raise RuntimeError("resuming needs an idle engine: requests are running or waiting")
         loaded = self._snapshots.load(Path(path), now=self._clock())
         self._rows = loaded.rows
-        self._intake.restore(loaded.placed, loaded.queued, loaded.num_seeds_drawn)
-        return loaded.placed + loaded.queued, loaded.extra
+        self._intake.restore(loaded.requests, loaded.queue, loaded.numbers)
+        self._gatherer.restore(loaded.held)
+        return loaded.requests, loaded.extra
 
     def warm_up_snapshots(self) -> None:
         """Compile what `save` needs, so that the first one does not."""
@@ -368,22 +353,6 @@ class Engine:
                 request.device_params(self._sizes.max_stop_token_ids),
             )
         return self._gatherer.gather(outputs)
-
-    def _place(self) -> list[tuple[int, Request]]:
-        """Take rows for the queue's first requests. The beams of a search get theirs together."""
-        rows, placed = self._rows.free_rows(len(self._queue)), []
-        while self._queue and rows:
-            search = self._queue[0].search
-            width = 1 if search is None else len(self._queue[0].samples)
-            if width > len(rows):
-                break
-            mine, rows = rows[:width], rows[width:]
-            if search is not None:
-                search.place(mine)
-            placed += [(row, self._queue.popleft()) for row in mine]
-        for row, request in placed:
-            self._rows.take(row, request)
-        return placed
 
     def _launch(self) -> bool:
         """Start the next step if, as far as the host can tell, it has something to compute."""
@@ -460,8 +429,7 @@ class Engine:
         if delta is not None:
             for beam in leader.samples:
                 self._rows.let_go(beam, ended_on_device=bool(finished))
-            with self._lock:
-                self._requests.pop(leader.request_id, None)
+            self._intake.forget(leader)
             for completion in delta.outputs:
                 self._stats.finished(completion.finish_reason, leader, now)
         return delta

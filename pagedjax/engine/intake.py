@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -84,7 +84,7 @@ class Intake:
         total = self.check(token_ids, params)
         with self._lock:
             self._num_groups += 1
-            group = self._num_groups % NULL
+            group = self._num_groups % int(NULL)
         known = {
             "max_total_tokens": total,
             "tokenizer": self._tokenizer,
@@ -235,25 +235,22 @@ class Intake:
         with self._lock:
             self._requests.pop(request.request_id, None)
 
-    def has_groups(self) -> bool:
-        """Whether a request for several outputs or a beam search has not ended."""
+    def saved(self) -> tuple[list[Request], list[Request], dict[str, int]]:
+        """(requests that have not ended, samples in the queue, numbers), for a snapshot; both in
+        the order of their arrival."""
         with self._lock:
-            requests = self._requests.values()
-            return any(r.search is not None or len(r.samples) > 1 for r in requests)
-
-    def saved(self) -> tuple[list[Request], int]:
-        """(the queue, seeds drawn so far), for a snapshot."""
-        with self._lock:
-            return list(self._queue), self._num_seeds_drawn
+            numbers = {"num_seeds_drawn": self._num_seeds_drawn, "num_groups": self._num_groups}
+            return list(self._requests.values()), list(self._queue), numbers
 
     def restore(
-        self, placed: Sequence[Request], queued: Sequence[Request], num_seeds_drawn: int
+        self, requests: Sequence[Request], queue: Sequence[Request], numbers: Mapping[str, int]
     ) -> None:
-        """Become what was saved: requests in the table, and in the queue before it."""
+        """Become what was saved."""
         with self._lock:
-            self._queue = deque(queued)
-            self._requests = {r.request_id: r for r in (*placed, *queued)}
-            self._num_seeds_drawn = num_seeds_drawn
+            self._queue = deque(queue)
+            self._requests = {r.request_id: r for r in requests}
+            self._num_seeds_drawn = numbers["num_seeds_drawn"]
+            self._num_groups = numbers["num_groups"]
 
     @property
     def _max_pool_tokens(self) -> int:

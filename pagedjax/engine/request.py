@@ -132,13 +132,16 @@ class Request:
         """Sum of its tokens' log-probabilities, as far as it asked for them."""
         return self._cumulative_logprob
 
-    def resume(self, token_ids: Sequence[int], cumulative_logprob: float) -> None:
-        """Make a new request what it is after these tokens, none of which ended it."""
-        for token_id in token_ids:
-            self._advance_text(token_id, stopped=False, last=False)
+    def resume(self, token_ids: Sequence[int], logprob: float, reason: str | None) -> None:
+        """Make a new request what it is after these tokens, which have ended it if there is a
+        reason. `logprob` is their cumulative one."""
+        self.finish_reason = reason
+        if reason is None:
+            for token_id in token_ids:
+                self._advance_text(token_id, stopped=False, last=False)
         self._output_token_ids += token_ids
         self.num_output_tokens += len(token_ids)
-        self._cumulative_logprob = cumulative_logprob
+        self._cumulative_logprob = logprob
 
     def push(
         self,

@@ -43,12 +43,16 @@ _SAVED = (
     "total",
     "computed",
     "most",
+    "num_prompt",
     "num_remembered",
     "priority",
     "turn",
     "swapped",
+    "group",
+    "is_beam",
 )
-"""Arrays of the book that cannot be made from its requests."""
+"""Arrays of the book that cannot be made from its requests: of rows that are taken, some have none
+any more."""
 
 
 class RowBook:

@@ -1,6 +1,6 @@
 """Putting the samples of one request together: one delta a step, or the best of them at the end."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from pagedjax.engine.request import Request
 from pagedjax.outputs import CompletionOutput, RequestOutput
@@ -26,6 +26,14 @@ class Gatherer:
                 joined[id(leader)] = leader, delta
         told = (self._hold(*pair) for pair in joined.values())
         return [delta for delta in told if delta is not None]
+
+    def held(self, leader: Request) -> RequestOutput | None:
+        """What is held of a request until its end, if anything."""
+        return self._whole.get(id(leader))
+
+    def restore(self, held: Mapping[Request, RequestOutput]) -> None:
+        """Hold what another one held, by leader."""
+        self._whole = {id(leader): output for leader, output in held.items()}
 
     def _hold(self, leader: Request, delta: RequestOutput) -> RequestOutput | None:
         if leader.search is not None or len(leader.samples) == leader.params.n:

@@ -1,8 +1,8 @@
 """A running engine in a file, and back: every request goes on where it stood.
 
 What is saved: the scheduler's whole state, the blocks of the KV pool that somebody holds or the
-prefix cache knows, and the host's part (the queue, which request sits in which row, the tokens each
-has so far). Text state is not saved: it is a function of the tokens, and is made again from them.
+prefix cache knows, those of the host pool in which rows lie that are swapped out, and the host's
+part (the queue, which request sits in which row, the tokens each has so far).
 
 The scheduler and the KV pool come back bit for bit, and so do seeds and the order of requests; with
 equal settings on equal hardware the steps that follow are the same steps.
@@ -11,7 +11,7 @@ equal settings on equal hardware the steps that follow are the same steps.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from pagedjax.engine import state_file
 from pagedjax.engine.device import Device
 from pagedjax.engine.request import Request
 from pagedjax.engine.rows import RowBook
+from pagedjax.engine.saved_requests import describe_request, restore_request
 from pagedjax.engine.state_file import ArrayParts, SnapshotError
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.outputs import RequestOutput, describe_output, restore_output
 from pagedjax.tokenizers import Tokenizer
 
 BLOCKS_AT_ONCE = 64
@@ -43,15 +44,18 @@ class Loaded:
 
     Attributes:
       rows: the book of the request table.
-      placed, queued: requests in the table and before it, in the order of their arrival.
-      num_seeds_drawn: seeds given so far to requests that brought none.
+      requests: those that go on, in the order of their arrival.
+      queue: samples that wait before the table, in that order.
+      held: what is held of a request until its end, by leader.
+      numbers: of the intake.
       extra: what the caller of `save` wanted to keep.
     """
 
     rows: RowBook
-    placed: list[Request]
-    queued: list[Request]
-    num_seeds_drawn: int
+    requests: list[Request]
+    queue: list[Request]
+    held: dict[Request, RequestOutput]
+    numbers: dict[str, int]
     extra: dict[str, Any]
 
 
@@ -83,21 +87,29 @@ class Snapshots:
 
     def warm_up(self) -> None:
         """Compile what `save` calls."""
-        self._device.read(self._device.gather(np.full(BLOCKS_AT_ONCE, NULL, np.int32)))
+        nothing = np.full(BLOCKS_AT_ONCE, NULL, np.int32)
+        self._device.read(self._device.gather(nothing))
+        if self._sizes.num_host_blocks:
+            self._device.read(self._device.gather_host(nothing))
 
     def save(
         self,
         path: Path,
         *,
         rows: RowBook,
+        requests: Sequence[Request],
         queue: Sequence[Request],
-        num_seeds_drawn: int,
+        held: Callable[[Request], RequestOutput | None],
+        numbers: Mapping[str, int],
         now: float,
         extra: Mapping[str, Any],
     ) -> None:
         """Write a snapshot. No step may be in flight.
 
         Args:
+          requests: all that have not ended. queue: the samples that are in no row yet.
+          held: what is held of a request until its end.
+          numbers: of the intake, to be kept.
           now: the engine's clock.
           extra: what the caller wants to keep, as JSON can say it.
 
@@ -105,19 +117,29 @@ class Snapshots:
         """
         device = self._device
         arrays: dict[str, Any] = scheduler_arrays(device.state.scheduler)
-        blocks = blocks_in_use(arrays)
-        numbers, book = rows.saved()
+        blocks, host_blocks = blocks_in_use(arrays), host_blocks_in_use(arrays)
+        row_numbers, book = rows.saved()
+        place = {
+            id(sample): [i, sample.index]
+            for i, leader in enumerate(requests)
+            for sample in leader.samples
+        }
+        outputs = [(i, held(leader)) for i, leader in enumerate(requests)]
         header = {
             "fingerprint": self.fingerprint,
-            "placed": [(row, describe_request(request, now)) for row, request in rows.requests()],
-            "queued": [describe_request(request, now) for request in queue],
-            "rows": numbers,
-            "num_seeds_drawn": num_seeds_drawn,
+            "requests": [describe_request(leader, now) for leader in requests],
+            "placed": [(row, *place[id(sample)]) for row, sample in rows.requests()],
+            "queue": [place[id(sample)] for sample in queue],
+            "held": [(i, describe_output(o)) for i, o in outputs if o is not None],
+            "rows": row_numbers,
+            "numbers": dict(numbers),
             "extra": dict(extra),
         }
         arrays |= {f"{_BOOK}{name}": array for name, array in book.items()}
-        arrays["blocks"] = blocks
-        arrays["kv"] = pool_parts(blocks, device.gather, device.state.k_pool)
+        arrays |= {"blocks": blocks, "host_blocks": host_blocks}
+        pool = device.state.k_pool
+        arrays["kv"] = pool_parts(blocks, device.gather, pool)
+        arrays["host_kv"] = pool_parts(host_blocks, device.gather_host, pool)
         state_file.write(path, header, arrays)
 
     def load(self, path: Path, *, now: float) -> Loaded:
@@ -136,21 +158,26 @@ class Snapshots:
         except AssertionError as error:
             raise SnapshotError(f"{path}: {error}") from error
 
-        def restored(described: Mapping[str, Any]) -> Request:
-            return restore_request(described, now, self._tokenizer, self._eos_token_ids)
-
-        placed = [(row, restored(described)) for row, described in header["placed"]]
-        queued = [restored(described) for described in header["queued"]]
+        requests = [
+            restore_request(described, now, self._tokenizer, self._eos_token_ids)
+            for described in header["requests"]
+        ]
+        placed = [(row, requests[i].samples[index]) for row, i, index in header["placed"]]
         book = {k.removeprefix(_BOOK): x for k, x in arrays.items() if k.startswith(_BOOK)}
         rows = RowBook(self._sizes)
         rows.restore(placed, header["rows"], book)
-        device.restore(scheduler, batches(arrays, device.state.k_pool.dtype))
-        placed.sort(key=lambda entry: rows.arrival(entry[0]))
+        dtype = device.state.k_pool.dtype
+        device.restore(
+            scheduler,
+            batches(arrays["blocks"], arrays["kv"], dtype),
+            batches(arrays["host_blocks"], arrays["host_kv"], dtype),
+        )
         return Loaded(
             rows=rows,
-            placed=[request for _, request in placed],
-            queued=queued,
-            num_seeds_drawn=header["num_seeds_drawn"],
+            requests=requests,
+            queue=[requests[i].samples[index] for i, index in header["queue"]],
+            held={requests[i]: restore_output(output) for i, output in header["held"]},
+            numbers=header["numbers"],
             extra=header["extra"],
         )
 
@@ -186,6 +213,11 @@ def blocks_in_use(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.flatnonzero(held | cached).astype(np.int32)
 
 
+def host_blocks_in_use(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """[n] int32: blocks of the host pool that a row holds, ascending."""
+    return np.flatnonzero(arrays["scheduler.swap.ref_counts"] > 0).astype(np.int32)
+
+
 def _named(state: SchedulerState) -> list[tuple[str, Any]]:
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     return [(f"scheduler{jax.tree_util.keystr(path)}", leaf) for path, leaf in paths]
@@ -217,12 +249,16 @@ def pool_parts(blocks: np.ndarray, gather: Any, pool: Any) -> ArrayParts:
 
 
 def batches(
-    arrays: Mapping[str, np.ndarray], dtype: Any
+    blocks: np.ndarray, all_kv: np.ndarray, dtype: Any
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(ids, keys, values) of the saved blocks, `BLOCKS_AT_ONCE` at a time, in the pool's dtype."""
+    """(ids, keys, values) of saved blocks [n], `BLOCKS_AT_ONCE` at a time, in the pool's dtype.
+
+    Args:
+      all_kv: [n, 2, L, B, K, D], as `pool_parts` gave them.
+    """
     start = 0
-    for ids, count in padded_batches(arrays["blocks"]):
-        kv = arrays["kv"][start : start + count]
+    for ids, count in padded_batches(blocks):
+        kv = all_kv[start : start + count]
         pad = [(0, BLOCKS_AT_ONCE - count)] + [(0, 0)] * (kv.ndim - 2)
         keys, values = (np.pad(kv[:, which], pad).view(dtype) for which in (0, 1))
         yield ids, keys, values
@@ -233,59 +269,6 @@ def _plain_dtype(dtype: Any) -> np.dtype:
     """bfloat16 is no type of numpy's own: its bits travel as uint16."""
     dtype = np.dtype(dtype)
     return dtype if dtype.kind in "fiu" else np.dtype(f"u{dtype.itemsize}")
-
-
-def describe_request(request: Request, now: float) -> dict[str, Any]:
-    """What `restore_request` needs, as JSON can say it."""
-    params = {
-        field.name: getattr(request.params, field.name)
-        for field in dataclasses.fields(request.params)
-        if field.init
-    }
-    return {
-        "request_id": request.request_id,
-        "prompt": request.prompt,
-        "prompt_token_ids": request.prompt_token_ids,
-        "params": params,
-        "seed": request.seed,
-        "max_total_tokens": request.max_total_tokens,
-        "num_cached_tokens": request.num_cached_tokens,
-        "output_token_ids": request.all_token_ids[len(request.prompt_token_ids) :],
-        "cumulative_logprob": request.cumulative_logprob,
-        "ages_s": [
-            None if time_s is None else now - time_s
-            for time_s in (
-                request.arrival_time_s,
-                request.first_token_time_s,
-                request.last_token_time_s,
-            )
-        ],
-    }
-
-
-def restore_request(
-    described: Mapping[str, Any], now: float, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
-) -> Request:
-    """The request as it was, its text state made again from its tokens."""
-    params = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in described["params"].items()
-    }
-    request = Request(
-        described["request_id"],
-        described["prompt"],
-        described["prompt_token_ids"],
-        SamplingParams(**params),
-        seed=described["seed"],
-        max_total_tokens=described["max_total_tokens"],
-        tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids,
-    )
-    request.num_cached_tokens = described["num_cached_tokens"]
-    request.resume(described["output_token_ids"], described["cumulative_logprob"])
-    times = (None if age is None else now - age for age in described["ages_s"])
-    request.arrival_time_s, request.first_token_time_s, request.last_token_time_s = times
-    return request
 
 
 def fingerprint(

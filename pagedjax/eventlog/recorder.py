@@ -119,14 +119,19 @@ class Recorder:
             arrays["kv_sums"] = np.asarray(kv_sums)
         self._append(Kind.RESULT, pack(arrays, step=step))
 
-    def restored(self, scheduler: SchedulerState, blocks: KVBlocks) -> None:
-        """The state was replaced: a scheduler's, and (ids, keys, values) of blocks of the pool."""
+    def restored(
+        self, scheduler: SchedulerState, blocks: KVBlocks, host_blocks: KVBlocks = ()
+    ) -> None:
+        """The state was replaced: a scheduler's, and (ids, keys, values) of blocks of the pool and
+        of the host pool."""
         if self._names is not None:
             scheduler = renamed_state(scheduler, self._names, config=self._config)
-            blocks = ()
+            blocks = host_blocks = ()
         arrays = {name: np.asarray(leaf) for name, leaf in checksum.leaves(scheduler).items()}
-        for number, (ids, keys, values) in enumerate(blocks):
-            arrays |= {f"ids{number}": ids, f"keys{number}": keys, f"values{number}": values}
+        for pool, batches in (("", blocks), ("host_", host_blocks)):
+            for number, parts in enumerate(batches):
+                names = (f"{pool}{name}{number}" for name in ("ids", "keys", "values"))
+                arrays |= dict(zip(names, parts, strict=True))
         self._append(Kind.STATE, pack(arrays))
 
     def close(self) -> None:

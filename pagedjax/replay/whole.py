@@ -77,13 +77,22 @@ def _apply(device: Device, event: Event) -> None:
         rows[event.arrays["rows"]] = True
         device.end(rows)
     else:
-        arrays, batches = event.arrays, []
-        dtype = device.state.k_pool.dtype
-        while f"ids{len(batches)}" in arrays:
-            number = len(batches)
-            kv = (arrays[f"{name}{number}"].view(dtype) for name in ("keys", "values"))
-            batches.append((arrays[f"ids{number}"], *kv))
-        device.restore(scheduler_of(device.state.scheduler, arrays), batches)
+        arrays, dtype = event.arrays, device.state.k_pool.dtype
+        device.restore(
+            scheduler_of(device.state.scheduler, arrays),
+            _kv_blocks(arrays, "", dtype),
+            _kv_blocks(arrays, "host_", dtype),
+        )
+
+
+def _kv_blocks(arrays: dict[str, np.ndarray], pool: str, dtype: Any) -> list[tuple]:
+    """(ids, keys, values) of blocks, as the recorder has written them."""
+    batches: list[tuple] = []
+    while f"{pool}ids{len(batches)}" in arrays:
+        number = len(batches)
+        kv = (arrays[f"{pool}{name}{number}"].view(dtype) for name in ("keys", "values"))
+        batches.append((arrays[f"{pool}ids{number}"], *kv))
+    return batches
 
 
 def _differing_tokens(result: dict[str, np.ndarray], output: Any) -> list[tuple[int, int, int]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagedjax.engine import InvalidRequestError
-from pagedjax.outputs import CompletionOutput, Logprob, RequestOutput
+from pagedjax.outputs import CompletionOutput, RequestOutput, describe_output, restore_output
 from pagedjax.server.streams import engine_ids
 
 MAX_RESULTS = 1000
@@ -151,7 +151,7 @@ class Results:
                     "created": result.created,
                     "options": result.options,
                     "outputs": [
-                        (request_id, output and _describe(output))
+                        (request_id, output and describe_output(output))
                         for request_id, output in result.outputs.items()
                     ],
                     "age_s": None if result.finished_s is None else now - result.finished_s,
@@ -169,7 +169,7 @@ class Results:
         live, now = set(request_ids), self._clock()
         for result_id, described in saved.items():
             outputs = {
-                request_id: output and _restored(output)
+                request_id: output and restore_output(output)
                 for request_id, output in described["outputs"]
             }
             waits_for = [i for i, output in outputs.items() if not (output and output.finished)]
@@ -213,25 +213,3 @@ def opening(
         return contextlib.nullcontext()
     options = body.model_dump(exclude_unset=True, exclude={"prompt", "messages"})
     return results.opening(result_id, Result(kind, created, options), engine_ids(result_id, count))
-
-
-def _describe(output: RequestOutput) -> dict[str, Any]:
-    fields = dict(vars(output))
-    fields["outputs"] = [dict(vars(completion)) for completion in output.outputs]
-    for completion in fields["outputs"]:
-        if completion["logprobs"] is not None:
-            completion["logprobs"] = [
-                [(i, e.logprob, e.rank, e.decoded_token) for i, e in places.items()]
-                for places in completion["logprobs"]
-            ]
-    return fields
-
-
-def _restored(fields: Mapping[str, Any]) -> RequestOutput:
-    completions = []
-    for described in fields["outputs"]:
-        logprobs = described["logprobs"]
-        if logprobs is not None:
-            logprobs = [{i: Logprob(*entry) for i, *entry in places} for places in logprobs]
-        completions.append(CompletionOutput(**(described | {"logprobs": logprobs})))
-    return RequestOutput(**(dict(fields) | {"outputs": completions}))

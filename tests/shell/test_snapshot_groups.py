@@ -1,0 +1,215 @@
+"""Saving and resuming what is more than one row, or not on the device: several outputs, the best of
+them, beam searches, requests that are swapped out."""
+
+import random
+import struct
+
+import pytest
+
+from pagedjax import BeamSearchParams, SamplingParams
+from pagedjax.engine import state_file
+from tests.shell.test_snapshot import collect
+from tests.shell.tiny import drain, make_engine
+
+SIZES = {
+    "max_num_seqs": 8,
+    "num_rows": 12,
+    "num_blocks": 30,
+    "watermark": 0.0,
+    "token_buckets": (16,),
+    "max_logprobs": 8,
+    "max_beam_width": 4,
+    "num_host_blocks": 40,
+    "preemption_mode": "swap",
+    "check_invariants": True,
+}
+RANDOM = {"temperature": 1.0, "ignore_eos": True}
+
+
+def engine():
+    return make_engine(**SIZES)
+
+
+def requests():
+    """More samples than there are rows, in a pool that is too small for them."""
+    yield (
+        "several",
+        "seventeen tokens!",
+        SamplingParams(n=4, seed=1, stop=["e", "o", "z"], logprobs=2, max_tokens=24, **RANDOM),
+    )
+    yield "best", "another prompt", SamplingParams(n=2, best_of=4, seed=2, max_tokens=14, **RANDOM)
+    yield "search", "find me", BeamSearchParams(beam_width=3, max_tokens=12)
+    yield "long", "x" * 9, SamplingParams(temperature=0, ignore_eos=True, max_tokens=40)
+    yield "drawn", "no seed of its own", SamplingParams(n=3, max_tokens=20, **RANDOM)
+    yield "second", "find me", BeamSearchParams(beam_width=2, max_tokens=9, length_penalty=0.5)
+    yield "last", "y" * 20, SamplingParams(n=5, max_tokens=9, stop="q", **RANDOM)
+
+
+def started():
+    first = engine()
+    for request in requests():
+        first.add_request(*request)
+    return first
+
+
+def facts(outputs):
+    return {
+        request_id: (whole.outputs, whole.finished, whole.num_cached_tokens, whole.error)
+        for request_id, whole in outputs.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    one, outputs = started(), {}
+    collect(drain(one), outputs)
+    assert one.stats().swaps_out > 0
+    return facts(outputs)
+
+
+def seen(path):
+    """What a file holds of the things that are hard to save."""
+    header, arrays = state_file.read(path)
+    found = set()
+    queued = {tuple(place) for place in header["queue"]}
+    for i, request in enumerate(header["requests"]):
+        samples = request["samples"]
+        if request["search"] is not None:
+            beams = request["search"]["beams"]
+            found.add("search queued" if not beams else "search" if len(beams) > 1 else "prompt")
+        elif len(samples) > 1:
+            if any(sample["finish_reason"] for sample in samples):
+                found.add("ended sample")
+            if 0 < sum((i, k) in queued for k in range(len(samples))) < len(samples):
+                found.add("group in part")
+    if header["held"]:
+        found.add("held")
+    if len(arrays["host_blocks"]):
+        found.add("swapped")
+    return found
+
+
+@pytest.mark.parametrize("every", [3, 7])
+def test_resumed_again_and_again(every, tmp_path, uninterrupted):
+    """Each engine takes a few steps and hands over to the next one."""
+    path, one, outputs, found = tmp_path / "state", started(), {}, set()
+    while one.has_work():
+        for _ in range(every):
+            collect(one.step(), outputs)
+        collect(one.save(path), outputs)
+        found |= seen(path)
+        one = engine()
+        resumed = [request.request_id for request in one.load(path)]
+        ended = {r for r in outputs if outputs[r].finished}
+        assert resumed == [r for r, *_ in requests() if r not in ended]
+    assert facts(outputs) == uninterrupted
+    assert one.stats().num_free_host_blocks == 40
+    everything = {"search", "search queued", "ended sample", "group in part", "held", "swapped"}
+    assert everything <= found
+
+
+def test_a_new_group_is_no_old_one(tmp_path):
+    first = started()
+    first.step()
+    first.save(tmp_path / "state")
+    second = engine()
+    groups = {request.group for request in second.load(tmp_path / "state")}
+    new = second.add_request("new", "seventeen tokens!", SamplingParams(n=2))
+    assert new.group not in groups
+    with pytest.raises(ValueError, match="already in use"):
+        second.add_request("several", "x", SamplingParams())
+    request_ids = [r for r, *_ in requests()]
+    for request_id in [*request_ids, "new"]:
+        second.abort(request_id)
+    outputs = {}
+    collect(drain(second), outputs)
+    for _, _, sampling in requests():
+        reasons = [c.finish_reason for c in outputs[request_ids.pop(0)].outputs]
+        assert reasons == ["abort"] * sampling.n
+
+
+def test_saving_compiles_nothing(tmp_path):
+    one = started()
+    one.warm_up_snapshots()
+    device = one.device
+    before = device._gather._cache_size(), device._gather_host._cache_size()
+    for _ in range(60):
+        one.step()
+        if one.stats().num_free_host_blocks < 40:
+            break
+    one.save(tmp_path / "state")
+    assert "swapped" in seen(tmp_path / "state")
+    assert (device._gather._cache_size(), device._gather_host._cache_size()) == before
+
+
+def test_files_of_before_are_refused(tmp_path):
+    path = tmp_path / "state"
+    engine().save(path)
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, 15, 2)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="format version 2; this program reads version 3"):
+        engine().load(path)
+
+
+def a_request(rng):
+    """Anything: one output, several, the best of some, a search."""
+    prompt = rng.choice(["", "a shared beginning, "]) + "xyz"[: rng.randint(1, 3)] * rng.randint(
+        1, 4
+    )
+    kind, length = rng.randrange(5), rng.randint(1, 22)
+    if kind == 0:
+        width = rng.randint(1, 4)
+        return prompt, BeamSearchParams(beam_width=width, max_tokens=min(length, 10))
+    if kind == 1:
+        n = rng.randint(1, 3)
+        several = {"n": n, "best_of": n + rng.randint(1, 2)}
+    else:
+        several = {"n": rng.choice([1, 1, 2, 4])}
+    stop = rng.choice([(), ("e",), ("a", "s")])
+    logprobs = rng.choice([None, 0, 2])
+    return prompt, SamplingParams(
+        temperature=rng.choice([0, 1.0]), ignore_eos=rng.random() < 0.8, max_tokens=length,
+        stop=stop, logprobs=logprobs, **several,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_steps", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_whatever_happens(num_steps, tmp_path):
+    """Two engines get the same requests and aborts. One of them is saved now and then, and another
+    takes its place: in every step both give the same outputs."""
+    rng, path = random.Random(num_steps), tmp_path / "state"
+    steady, other = engine(), engine()
+    live, count, found = set(), 0, set()
+
+    def both(call):
+        mine, theirs = call(steady), call(other)
+        assert mine == theirs
+        live.difference_update(delta.request_id for delta in mine if delta.finished)
+
+    swapped_aborts = 0
+    for _ in range(num_steps):
+        if len(live) < 8 and rng.random() < 0.3:
+            request_id, count = str(count), count + 1
+            prompt, sampling = a_request(rng)
+            for one in (steady, other):
+                one.add_request(request_id, prompt, sampling)
+            live.add(request_id)
+        if live and rng.random() < 0.04:
+            states = steady.request_states()
+            waits = [r for r in states if states[r].num_computed_tokens and
+                     states[r].status == "waiting"]  # fmt: skip
+            swapped_aborts += bool(waits)
+            request_id = rng.choice(sorted(waits or live))
+            for one in (steady, other):
+                one.abort(request_id)
+        both(lambda one: one.step())
+        if rng.random() < 0.05:
+            both(lambda one: one.settle() if one is steady else one.save(path))
+            found |= seen(path)
+            other = engine()
+            other.load(path)
+    while live:
+        both(lambda one: one.step())
+    assert {"search", "ended sample", "held", "swapped"} <= found
+    assert swapped_aborts > 0
