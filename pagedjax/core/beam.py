@@ -185,11 +185,16 @@ class Picks:
     cum_logprob: jax.Array  #: float32: of the output with it
 
 
+def sampling(rows, plan: Plan):
+    """[S] bool: beams that sample in this step."""
+    moving = take(plan.needs_sample, plan.rank, False) & (rows.status == Status.RUNNING)
+    return moving & (leaders(rows) != NULL)
+
+
 def pick(config: SchedulerConfig, state: SchedulerState, plan: Plan, sampled) -> Picks:
     """Join the continuations of each group's beams and give the best ones rows."""
     rows, s = state.rows, config.num_rows
-    moving = take(plan.needs_sample, plan.rank, False) & (rows.status == Status.RUNNING)
-    moving &= leaders(rows) != NULL
+    moving = sampling(rows, plan)
     nan = moving & take(sampled.nan, plan.rank, False)
     nobody = Picks(
         moving=moving,
@@ -394,7 +399,7 @@ def end_together(config: SchedulerConfig, rows, picks: Picks):
     continuation was by a stop token."""
 
     def spread(fields):
-        status, reason, error = fields
+        status, reason, error, broken = fields
         beam = leaders(rows) != NULL
         ended = beam & (status == Status.FINISHED)
         stuck = picks.moving & (_of_group(rows, picks.parent != NULL, "max") == 0)
@@ -406,11 +411,13 @@ def end_together(config: SchedulerConfig, rows, picks: Picks):
             jnp.where(over, Status.FINISHED, status),
             jnp.where(over, why, reason),
             jnp.where(over, what, error),
+            broken | (over & (what > 0)),  # whichever of them it was, nobody finds their blocks
         )
 
-    fields = rows.status, rows.finish_reason, rows.error
-    status, reason, error = when(config.use_cond, present(rows), spread, fields)
-    return dataclasses.replace(rows, status=status, finish_reason=reason, error=error)
+    names = ("status", "finish_reason", "error", "chain_broken")
+    fields = tuple(getattr(rows, name) for name in names)
+    fields = when(config.use_cond, present(rows), spread, fields)
+    return dataclasses.replace(rows, **dict(zip(names, fields, strict=True)))
 
 
 def whole_groups(rows, mask):

@@ -24,7 +24,12 @@ from pagedjax.core.state import (
 
 
 def commit(
-    state: SchedulerState, plan: Plan, sampled, *, config: SchedulerConfig
+    state: SchedulerState,
+    plan: Plan,
+    sampled,
+    *,
+    config: SchedulerConfig,
+    picks: beam.Picks | None = None,
 ) -> tuple[SchedulerState, StepOutput]:
     """Advance the scheduled rows, append their samples, finish rows, register full blocks.
 
@@ -32,11 +37,11 @@ def commit(
       state: as `schedule` returned it; consumed.
       sampled: `pagedjax.sampling.Sampled` by rank; tokens where `plan.needs_sample` is False are
         ignored. A scheduled row with `nan` ends with `ErrorCode.NAN_LOGITS` and gets no token.
+      picks: which beams are carried on, where that is known; None: what `sampled` says.
     """
     num_tokens = plan.token_ids.shape[0]
-    picks = None
     if config.max_beam_width:
-        picks = beam.pick(config, state, plan, sampled)
+        picks = beam.pick(config, state, plan, sampled) if picks is None else picks
         state = beam.move(config, state, picks, plan.row_ids.shape[0])
     state, token, logprob = _append(config, state, plan, sampled, picks)
     if config.enable_prefix_caching:

@@ -12,9 +12,10 @@ from pagedjax.core.state import NULL, EngineState, SchedulerState
 
 OF_TOKENS = {
     *(".rows.token_ids", ".rows.stop_token_ids", ".rows.running_hash", ".rows.block_hashes"),
-    *(".prefix.bucket_hashes", ".prefix.bucket_blocks", ".prefix.tokens"),
+    *(".prefix.bucket_hashes", ".prefix.bucket_blocks", ".prefix.tokens", ".rows.cum_logprob"),
 }
-"""Arrays whose content depends on what the tokens are, not only on which of them are equal."""
+"""Arrays whose content depends on what the tokens are, not only on which of them are equal. The
+log-probabilities of beams would let somebody who has the model test a guess of the text."""
 
 SLOT = ".prefix.slot"
 """Depends on tokens, too; but whether a block has one (is cached) does not."""

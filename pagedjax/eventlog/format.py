@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"PAGEDJAX EVENTS\n"
 _VERSION = struct.Struct("<I")
 _START = struct.Struct("<QHH")

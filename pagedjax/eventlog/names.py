@@ -34,6 +34,11 @@ class PrefixNames:
         named, self._digests[row] = self.walk(b"", token_ids)
         return named
 
+    def branch(self, rows: Sequence[int], sources: Sequence[int]) -> None:
+        """Rows go on with the sequences that others have now, or their own."""
+        digests = [self._digests[source] for source in sources]
+        self._digests |= dict(zip(rows, digests, strict=True))
+
     def extend(self, row: int, token_id: int) -> int:
         """The name of the sequence's next token."""
         (name,), self._digests[row] = self.walk(self._digests[row], [token_id])

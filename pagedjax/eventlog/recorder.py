@@ -105,11 +105,21 @@ class Recorder:
         step, sums, kv_sums = self._pending.popleft()
         rows = np.flatnonzero(output.token_ids >= 0)
         tokens = output.token_ids[rows].astype(np.int32)
+        parents = output.beam_parent[rows]
+        beams = parents != NULL
         if self._names is not None:
+            self._names.branch(rows.tolist(), np.where(beams, parents, rows).tolist())
             stopped = output.finish_reason[rows] == FinishReason.STOP
-            names = [self._names.extend(*pair) for pair in zip(rows, tokens.tolist(), strict=True)]
+            names = [
+                self._names.extend(*pair)
+                for pair in zip(rows.tolist(), tokens.tolist(), strict=True)
+            ]
             tokens = np.where(stopped, STOP, np.asarray(names, np.int32)).astype(np.int32)
         arrays = {"rows": rows.astype(np.int32), "token_ids": tokens}
+        if beams.any():
+            arrays["beam_parents"] = parents.astype(np.int32)
+            if self._names is None:
+                arrays["cum_logprobs"] = output.cum_logprob[rows]
         nan = np.flatnonzero(output.error == ErrorCode.NAN_LOGITS)
         if len(nan):
             arrays["nan"] = nan.astype(np.int32)

@@ -44,6 +44,7 @@ def _rows(rows: SequenceTable, names: PrefixNames, config: SchedulerConfig) -> S
         token_ids=tokens,
         stop_token_ids=stops,
         running_hash=running[:, -1],
+        cum_logprob=np.zeros_like(rows.cum_logprob),
         block_hashes=_finish(config, ends, rows.salt[:, None]),
     )
 

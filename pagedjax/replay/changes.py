@@ -12,7 +12,7 @@ from pagedjax.replay.log import Event
 from pagedjax.replay.player import Player
 
 KINDS = (
-    *("added", "aborted", "admitted", "preempted", "finished", "left"),
+    *("added", "aborted", "admitted", "preempted", "branched", "pruned", "finished", "left"),
     *("allocated", "shared", "copied", "freed", "cached", "evicted"),
 )
 """Of rows, then of blocks, in the order in which they are told."""
@@ -63,8 +63,13 @@ def changes_of(player: Player, number: int) -> Changes:
         if NULL not in (src, dst):
             changes.add("copied", f"block {src} to block {dst}")
     result = step.result
+    arrival = ready.rows.arrival
     for row, token in zip(result["rows"], result["token_ids"], strict=True):
-        changes.tokens.append((int(ready.rows.arrival[row]), int(token)))
+        changes.tokens.append((int(arrival[row]), int(token)))
+    for row, parent in zip(result["rows"], result.get("beam_parents", ()), strict=False):
+        if parent not in (row, NULL):
+            whose = request_name(int(arrival[parent]))
+            changes.add("branched", f"{request_name(int(arrival[row]))} from {whose}")
     return changes
 
 
@@ -90,15 +95,23 @@ def _tell_rows(changes: Changes, before: SchedulerState, after: SchedulerState) 
         if old == new:
             continue
         name = request_name(int(before.rows.arrival[row]))
+        if new == Status.RUNNING and old == Status.SPARE:
+            continue  # told with the beam that it carries on
         if new == Status.RUNNING:
             hits = int(after.rows.num_hit_tokens[row])
             again = before.rows.num_hit_tokens[row] >= 0
             changes.add("admitted", f"{name}, " + ("again" if again else f"{hits} tokens cached"))
+        elif new == Status.WAITING and old == Status.SWAPPED:
+            changes.add("preempted", f"{name}, its blocks in host memory given up")
         elif new == Status.WAITING:
             changes.add("preempted", name)
+        elif new == Status.SWAPPED:
+            changes.add("preempted", f"{name}, swapped out")
+        elif new == Status.SPARE:
+            changes.add("pruned", name)
         elif new == Status.FINISHED:
             reason = FinishReason(int(after.rows.finish_reason[row])).name.lower()
-            if old == Status.WAITING and reason != "error":
+            if old in (Status.WAITING, Status.SWAPPED) and reason != "error":
                 changes.add("admitted", name)
             changes.add("finished", f"{name}, {reason}")
         elif new == Status.EMPTY:
@@ -111,7 +124,8 @@ def _holders(state: SchedulerState) -> set[tuple[int, int]]:
     held = np.arange(blocks.block_tables.shape[1]) < blocks.num_blocks_held[:, None]
     rows, columns = np.nonzero(held)
     arrivals, ids = state.rows.arrival[rows], blocks.block_tables[rows, columns]
-    return set(zip(arrivals.tolist(), ids.tolist(), strict=True))
+    here = ids != NULL  # the others lie in host memory
+    return set(zip(arrivals[here].tolist(), ids[here].tolist(), strict=True))
 
 
 def _tell_blocks(changes: Changes, before: SchedulerState, after: SchedulerState) -> None:

@@ -43,23 +43,34 @@ def describe_state(state: SchedulerState, number: int, num_tokens: int | None) -
     waiting = int((rows.status == Status.WAITING).sum())
     running = int((rows.status == Status.RUNNING).sum())
     bucket = "" if num_tokens is None else f", {num_tokens} tokens at most"
-    yield f"step {number}{bucket}: {running} running, {waiting} waiting"
+    swapped = int((rows.status == Status.SWAPPED).sum())
+    out = f", {swapped} swapped out" if swapped else ""
+    yield f"step {number}{bucket}: {running} running, {waiting} waiting{out}"
     yield (
         f"blocks: {held} held, {cached} cached and free to go, {int(blocks.num_free)} free of "
         f"{len(blocks.ref_counts)}"
     )
+    if num_host := len(state.swap.ref_counts):
+        yield f"in host memory: {num_host - int(state.swap.num_free)} held of {num_host}"
     yield "row  request  status    prompt  tokens  computed  cached  blocks"
     live = np.flatnonzero(rows.status != Status.EMPTY)
     for row in live[np.argsort(rows.arrival[live])]:
         status = Status(int(rows.status[row])).name.lower()
         if status == "finished":
             status = FinishReason(int(rows.finish_reason[row])).name.lower()
-        ids = blocks.block_tables[row, : int(blocks.num_blocks_held[row])]
         yield (
             f"{row:3}  {rows.arrival[row]:7}  {status:8}  {rows.num_prompt_tokens[row]:6}  "
             f"{rows.num_tokens[row]:6}  {rows.num_computed_tokens[row]:8}  "
-            f"{max(int(rows.num_hit_tokens[row]), 0):6}  {_few(map(str, ids.tolist()), ' ')}"
+            f"{max(int(rows.num_hit_tokens[row]), 0):6}  {_few(_block_names(state, row), ' ')}"
         )
+
+
+def _block_names(state: SchedulerState, row: int) -> Iterator[str]:
+    """The row's blocks; "h3" is block 3 of the host pool."""
+    tables = state.blocks.block_tables[row, : int(state.blocks.num_blocks_held[row])]
+    for column, block in enumerate(tables.tolist()):
+        moved = block == NULL and state.swap.host_tables.shape[1] > 0
+        yield f"h{state.swap.host_tables[row, column]}" if moved else str(block)
 
 
 def describe_changes(player: Player, first: int, last: int) -> Iterator[str]:

@@ -31,8 +31,8 @@ class Step:
 
     Attributes:
       num_tokens: the bucket; 0 for what came after the last step.
-      result: arrays "rows", "token_ids", and "nan", "sums", "kv_sums" where there are any; None
-        where the log ends before the step's output.
+      result: arrays "rows", "token_ids" and, where there are any, "beam_parents" and "cum_logprobs"
+        of those rows, "nan", "sums", "kv_sums"; None where the log ends before the step's output.
     """
 
     events: list[Event] = field(default_factory=list)

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagedjax.core.beam import Picks
+from pagedjax.core.beam import sampling as beam_sampling
 from pagedjax.core.commit import commit
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.ragged import take
 from pagedjax.core.requests import RequestParams, add_request
 from pagedjax.core.schedule import schedule
-from pagedjax.core.state import SchedulerState, init_scheduler
+from pagedjax.core.state import NULL, SchedulerState, init_scheduler
 from pagedjax.engine.device import end_rows
 from pagedjax.eventlog import LogError
 from pagedjax.eventlog.checksum import leaves
@@ -31,25 +33,42 @@ class Copies:
     dst: jax.Array
 
 
-def step_with_tokens(
-    state: SchedulerState, tokens, nan, *, config: SchedulerConfig, num_tokens: int
-) -> tuple[SchedulerState, Copies]:
-    """`commit` after `schedule`, as in `pagedjax.core.step`, without a model.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Known:
+    """What came out of a step. All [S]."""
 
-    Args:
-      tokens: [S] int32, each row's next token, if it gets one.
-      nan: [S] bool, rows whose logits were NaN.
-    """
+    tokens: jax.Array  #: int32, each row's next token, if it gets one
+    nan: jax.Array  #: bool, rows whose logits were NaN
+    parents: jax.Array  #: int32, row whose beam this row carries on, or NULL
+    cum_logprobs: jax.Array  #: float32, of beams that are carried on; 0 in a log without text
+
+
+def step_with_tokens(
+    state: SchedulerState, known: Known, *, config: SchedulerConfig, num_tokens: int
+) -> tuple[SchedulerState, Copies]:
+    """`commit` after `schedule`, as in `pagedjax.core.step`, without a model. What is swapped is in
+    the plan and needs no more: nothing in the scheduler depends on the pools' content."""
     state, plan = schedule(state, config=config, num_tokens=num_tokens)
     (num_ranks,) = plan.row_ids.shape
     sampled = Sampled(
-        token_ids=take(tokens, plan.row_ids, 0),
+        token_ids=take(known.tokens, plan.row_ids, 0),
         logprob=jnp.zeros(num_ranks, jnp.float32),
         top_token_ids=jnp.zeros((num_ranks, config.max_logprobs), jnp.int32),
         top_logprobs=jnp.zeros((num_ranks, config.max_logprobs), jnp.float32),
-        nan=take(nan, plan.row_ids, False),
+        nan=take(known.nan, plan.row_ids, False),
     )
-    state, _ = commit(state, plan, sampled, config=config)
+    picks = None
+    if config.max_beam_width:
+        carried = known.parents != NULL
+        picks = Picks(
+            moving=beam_sampling(state.rows, plan),
+            parent=known.parents,
+            token=known.tokens,
+            logprob=jnp.zeros(config.num_rows, jnp.float32),  # goes nowhere but to the host
+            cum_logprob=jnp.where(carried, known.cum_logprobs, state.rows.cum_logprob),
+        )
+    state, _ = commit(state, plan, sampled, config=config, picks=picks)
     return state, Copies(src=plan.copy_src, dst=plan.copy_dst)
 
 
@@ -101,12 +120,18 @@ class Transitions:
         self, state: SchedulerState, result: dict[str, np.ndarray], num_tokens: int
     ) -> tuple[SchedulerState, Copies]:
         """The state after a step with this result."""
-        tokens = np.zeros(self.config.num_rows, np.int32)
-        tokens[result["rows"]] = result["token_ids"]
-        nan = np.zeros(self.config.num_rows, bool)
-        if "nan" in result:
-            nan[result["nan"]] = True
-        return self._step(state, tokens, nan, config=self.config, num_tokens=num_tokens)
+        rows, count = result["rows"], self.config.num_rows
+        known = Known(
+            tokens=np.zeros(count, np.int32),
+            nan=np.zeros(count, bool),
+            parents=np.full(count, NULL, np.int32),
+            cum_logprobs=np.zeros(count, np.float32),
+        )
+        known.tokens[rows] = result["token_ids"]
+        known.nan[result.get("nan", [])] = True
+        known.parents[rows] = result.get("beam_parents", NULL)
+        known.cum_logprobs[rows] = result.get("cum_logprobs", 0)
+        return self._step(state, known, config=self.config, num_tokens=num_tokens)
 
 
 def scheduler_of(like: SchedulerState, arrays: dict[str, np.ndarray]) -> SchedulerState:

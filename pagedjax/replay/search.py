@@ -33,7 +33,7 @@ def named_predicates(player: Player) -> dict[str, Predicate]:
 def compiled_predicate(text: str, player: Player) -> Predicate:
     """A predicate from its name, or from a Python expression.
 
-    The expression may use `state`, its parts `rows`, `blocks`, `prefix` and `counters`, the
+    The expression may use `state`, its parts `rows`, `blocks`, `prefix`, `swap` and `counters`, the
     number of committed steps `step`, `Status`, `config` and `np`; all arrays are numpy's.
 
     Raises `ValueError` for what is neither.
@@ -53,7 +53,13 @@ def compiled_predicate(text: str, player: Player) -> Predicate:
         state = jax.device_get(state)
         names: dict[str, Any] = {
             **{"state": state, "rows": state.rows, "blocks": state.blocks, "prefix": state.prefix},
-            **{"counters": state.counters, "step": int(state.step), "np": np, "Status": Status},
+            **{
+                "counters": state.counters,
+                "swap": state.swap,
+                "step": int(state.step),
+                "np": np,
+                "Status": Status,
+            },
             "config": player.config,
         }
         try:

@@ -207,7 +207,7 @@ def test_foreign_files_are_refused(tmp_path, session, folder):
     with pytest.raises(LogError, match="not a PagedJAX event log"):
         read_log(path)
     path.write_bytes(MAGIC + b"\x07\0\0\0")
-    with pytest.raises(LogError, match="format version 7; this program reads version 1"):
+    with pytest.raises(LogError, match="format version 7; this program reads version 2"):
         read_log(path)
     path.write_bytes((folder / "events.log").read_bytes()[:60])
     with pytest.raises(LogError, match="truncated"):

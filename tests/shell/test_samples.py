@@ -132,8 +132,6 @@ def test_limits_count_outputs():
         engine.add_request("b", PROMPT, replace(RANDOM, n=3))
     assert engine.num_free_places() == 2
     engine.add_request("b", PROMPT, replace(RANDOM, n=2))
-    with pytest.raises(RuntimeError, match="n > 1"):
-        engine.save("/nowhere/at/all")
     finished = [delta.request_id for delta in drain(engine) if delta.finished]
     assert sorted(finished) == ["a", "b"]
 

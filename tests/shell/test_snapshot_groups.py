@@ -21,13 +21,14 @@ SIZES = {
     "max_beam_width": 4,
     "num_host_blocks": 40,
     "preemption_mode": "swap",
+    "scheduling_policy": "priority",
     "check_invariants": True,
 }
 RANDOM = {"temperature": 1.0, "ignore_eos": True}
 
 
-def engine():
-    return make_engine(**SIZES)
+def engine(**changes):
+    return make_engine(**SIZES | changes)
 
 
 def requests():
