@@ -16,6 +16,7 @@ import openai
 import pytest
 import uvicorn
 
+from pagedjax import BeamSearchParams
 from pagedjax.engine import AsyncEngine, InvalidRequestError, SnapshotError
 from pagedjax.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedjax.sampling_params import SamplingParams
@@ -253,6 +254,51 @@ def test_stopped_and_resumed(tmp_path, expected):
         assert kept["choices"][0]["text"] == answer.choices[0].text
     with serving(tmp_path) as (url, *_):  # finished answers come along
         assert HTTP.get(f"{url}/results/cmpl-mine").json() == kept
+
+
+def test_several_outputs_and_searches_go_on(tmp_path):
+    """Stopped in the middle of three requests that are more than one row each."""
+    sampled = {"max_tokens": 30, "temperature": 0.8, "seed": 5, "ignore_eos": True}
+    asked = {
+        "several": {**sampled, "n": 3},
+        "best": {**sampled, "n": 1, "best_of": 3, "logprobs": 1},
+        "search": {"max_tokens": 30, "n": 2, "use_beam_search": True, "ignore_eos": True},
+    }
+    search = BeamSearchParams(beam_width=2, max_tokens=30, ignore_eos=True)
+    params = [SamplingParams(**asked["several"]), SamplingParams(**asked["best"]), search]
+    alone = [(name, name, one) for name, one in zip(asked, params, strict=True)]
+    whole = run(make_engine(), alone)
+    with ThreadPoolExecutor(len(asked)) as pool:
+        with serving(tmp_path, step_s=0.05) as (url, engine, snapshots):
+            waiting = [
+                pool.submit(
+                    HTTP.post,
+                    f"{url}/v1/completions",
+                    json={"prompt": name, "request_id": name, **body},
+                )
+                for name, body in asked.items()
+            ]
+            deadline = time.monotonic() + 60
+            while not all(engine.is_in_use(f"cmpl-{name}-0") for name in asked):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            some = snapshots.results.get
+            while some("cmpl-several") is None or None in some("cmpl-several").outputs.values():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            partial = HTTP.get(f"{url}/results/cmpl-several").json()
+            assert partial["status"] == "in_progress"
+            assert HTTP.get(f"{url}/results/cmpl-best").json()["choices"][0]["text"] == ""
+            assert HTTP.get(f"{url}/results/cmpl-search").json()["status"] == "in_progress"
+        for one in waiting:
+            assert one.result().json()["error"]["code"] == "saved"
+    with serving(tmp_path) as (url, *_):
+        for name in asked:
+            answer = wait_for_result(url, f"cmpl-{name}")
+            assert answer["status"] == "completed"
+            assert [c["text"] for c in answer["choices"]] == [o.text for o in whole[name].outputs]
+            assert [c["index"] for c in answer["choices"]] == list(range(len(answer["choices"])))
+            assert len(answer["choices"]) == asked[name]["n"]
 
 
 def test_a_running_request_is_seen_and_ended(tmp_path):

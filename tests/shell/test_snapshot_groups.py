@@ -196,12 +196,11 @@ def test_whatever_happens(num_steps, tmp_path):
             for one in (steady, other):
                 one.add_request(request_id, prompt, sampling)
             live.add(request_id)
-        if live and rng.random() < 0.04:
-            states = steady.request_states()
-            waits = [r for r in states if states[r].num_computed_tokens and
-                     states[r].status == "waiting"]  # fmt: skip
-            swapped_aborts += bool(waits)
-            request_id = rng.choice(sorted(waits or live))
+        book = steady._rows
+        out = {request.request_id for row, request in book.requests() if book._swapped[row]}
+        if live and rng.random() < (0.15 if out else 0.02):
+            swapped_aborts += bool(out)
+            request_id = rng.choice(sorted(out or live))
             for one in (steady, other):
                 one.abort(request_id)
         both(lambda one: one.step())
