@@ -35,7 +35,10 @@ def session(path, *, text, num_steps=80):
             other.load(path / "state")
             assert int(other.device.state.scheduler.swap.num_free) < 40
         one = other
-        for _ in range(num_steps):
+        for step in range(4 * num_steps):
+            swapped = int(one.device.state.scheduler.swap.num_free) < 40
+            if step >= num_steps and (swapped or number == 1):
+                break
             if one.num_free_places() > 50 and rng.random() < 0.35:
                 prompt, sampling = a_request(rng)
                 urgent = isinstance(sampling, SamplingParams)
@@ -44,8 +47,6 @@ def session(path, *, text, num_steps=80):
                 count += 1
             if rng.random() < 0.03 and one.request_states():
                 one.abort(rng.choice(sorted(one.request_states())))
-            one.step()
-        while number == 0 and int(one.device.state.scheduler.swap.num_free) == 40:
             one.step()
     while one.has_work():
         one.step()
