@@ -369,22 +369,6 @@ class Engine:
             )
         return self._gatherer.gather(outputs)
 
-    def _place(self) -> list[tuple[int, Request]]:
-        """Take rows for the queue's first requests. The beams of a search get theirs together."""
-        rows, placed = self._rows.free_rows(len(self._queue)), []
-        while self._queue and rows:
-            search = self._queue[0].search
-            width = 1 if search is None else len(self._queue[0].samples)
-            if width > len(rows):
-                break
-            mine, rows = rows[:width], rows[width:]
-            if search is not None:
-                search.place(mine)
-            placed += [(row, self._queue.popleft()) for row in mine]
-        for row, request in placed:
-            self._rows.take(row, request)
-        return placed
-
     def _launch(self) -> bool:
         """Start the next step if, as far as the host can tell, it has something to compute."""
         work = self._rows.forecast([launched.num_tokens for launched in self._in_flight])
@@ -460,8 +444,7 @@ class Engine:
         if delta is not None:
             for beam in leader.samples:
                 self._rows.let_go(beam, ended_on_device=bool(finished))
-            with self._lock:
-                self._requests.pop(leader.request_id, None)
+            self._intake.forget(leader)
             for completion in delta.outputs:
                 self._stats.finished(completion.finish_reason, leader, now)
         return delta
