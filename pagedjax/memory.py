@@ -96,8 +96,8 @@ def fill_sizes(
         )
     num_host_blocks = num_blocks_of_swap_space(config, model)
     num_blocks = config.num_blocks
-    if platform == "cpu":  # its pool lies in the same memory
-        available_bytes -= (num_host_blocks or 0) * bytes_per_block(
+    if platform == "cpu" and num_host_blocks:  # its pool lies in the same memory
+        available_bytes -= num_host_blocks * bytes_per_block(
             model, block_size=config.block_size, dtype=config.kv_cache_dtype
         )
     if num_blocks is None:

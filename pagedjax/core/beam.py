@@ -332,8 +332,8 @@ def move(config: SchedulerConfig, state: SchedulerState, picks: Picks, num_rows:
 
 def _share_blocks(config: SchedulerConfig, state: SchedulerState, source, loser):
     """One reference more to the blocks of each row in `source`, one less to those of each in
-    `loser` ([R], NULL padded). In this order: what a beam leaves to its successors is never free in
-    between."""
+    `loser` ([R], NULL padded). A row that others carry on goes on itself, so no source is a loser
+    and its blocks are never free in between."""
     blocks = state.blocks
     column = jnp.arange(config.max_blocks_per_seq)[None]
 

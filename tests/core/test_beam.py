@@ -340,7 +340,7 @@ QUICK = settings(
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     report_multiple_bugs=False,
 )
-LONG = settings(max_examples=200, stateful_step_count=60, deadline=None)
+LONG = settings(max_examples=80, stateful_step_count=60, deadline=None)
 
 for machine in (BeamMachine, CachedBeamMachine, TightBeamMachine, MixedBeamMachine):
     quick = type(f"Test{machine.__name__}", (machine.TestCase,), {"settings": QUICK})

@@ -301,7 +301,7 @@ QUICK = settings(
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     report_multiple_bugs=False,
 )
-LONG = settings(max_examples=200, stateful_step_count=60, deadline=None)
+LONG = settings(max_examples=80, stateful_step_count=60, deadline=None)
 
 MACHINES = ForkMachine, UncachedForkMachine, TightForkMachine, PolicyForkMachine, SwapForkMachine
 for machine in MACHINES:

@@ -1,6 +1,7 @@
 """Swapping in the scheduler: what moves, what stays, what comes back, and what happens when it does
 not fit. The shadow pool of the driver checks every token of every context."""
 
+import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -168,6 +169,26 @@ def test_auto_goes_by_cost():
     )
     out, _ = plan_swap_out(cheaper.config, state, row, row != NULL, tables)
     assert np.asarray(out.row_ids).tolist() == [NULL, 1] + [NULL] * 6
+
+
+def test_every_fault_of_the_host_pool_is_reported():
+    driver = make()
+    state, check = driver.state, driver.jit.check
+    swap = state.swap
+
+    def reported(**changes):
+        bad = dataclasses.replace(state, swap=dataclasses.replace(swap, **changes))
+        counts = vars(check(bad))
+        return {name for name, count in counts.items() if int(count)}
+
+    assert reported() == set()
+    assert reported(num_free=swap.num_free - 1) == {"host_pool"}, "a block is leaked"
+    assert reported(ref_counts=swap.ref_counts.at[0].set(1)) == {"host_pool"}
+    assert reported(free_stack=swap.free_stack.at[0].set(0)) == {"host_pool"}, "twice free"
+    assert reported(num_ref_errors=jnp.int32(1)) == {"host_pool"}
+    # A row that is not swapped out names a block of the host, which is free besides.
+    named = reported(host_tables=swap.host_tables.at[0, 0].set(5))
+    assert named == {"host_pool", "host_tables", "idle_rows"}
 
 
 @pytest.mark.parametrize(

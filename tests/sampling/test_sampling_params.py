@@ -27,6 +27,7 @@ def test_defaults_are_vllms() -> None:
         "detokenize": True,
         "skip_special_tokens": True,
         "include_stop_str_in_output": False,
+        "priority": 0,
     }
 
 

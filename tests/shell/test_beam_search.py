@@ -105,7 +105,7 @@ def likely_ends(count=3):
 def test_outputs_that_end_early(engine, penalty, monkeypatch):
     """With a likely token as end of sequence some outputs are complete and some are not."""
     eos = likely_ends()[0]
-    monkeypatch.setattr(engine, "eos_token_ids", (eos,))
+    monkeypatch.setattr(engine._intake, "_eos_token_ids", (eos,))
     prompt = list(PROMPT.encode())
     search = BeamSearchParams(beam_width=4, max_tokens=6, length_penalty=penalty)
     expected = plain_search(prompt, search, eos)

@@ -224,6 +224,7 @@ def test_a_pool_smaller_than_the_model_limits_requests():
         "max_pool_tokens": 49,
         "max_logprobs": 5,
         "max_stop_token_ids": 16,
+        "num_rows": 8,
     }
     with pytest.raises(InvalidRequestError, match=r"at most 48.*size of the KV pool"):
         check_request([1] * 49, greedy(), **limits)

@@ -258,6 +258,8 @@ def test_seed(client):
         ({"seed": 2**64}, 400, "seed", "seed"),
         ({"max_tokens": 10**40}, 400, "max_tokens", "max_tokens"),
         ({"top_k": 2**31}, 400, "top_k", "top_k"),
+        ({"priority": 1}, 400, "priority", "scheduling_policy fcfs"),
+        ({"use_beam_search": True, "priority": 1}, 400, "priority", "use_beam_search"),
         ({"messages": []}, 400, "messages", "at least 1"),
         ({"messages": [{"role": "user", "content": "x" * 200}]}, 400, "prompt", "at most 95"),
         (

@@ -144,6 +144,16 @@ def test_abort_while_a_request_is_swapped_out():
     assert stats.num_free_blocks + stats.num_evictable_blocks == stats.num_blocks
 
 
+def test_nothing_is_compiled_after_warm_up():
+    engine = make_engine(**SMALL, **MODES["swap"])
+    engine.warm_up()
+    before = engine.num_compiled()
+    run(engine, requests()[:16])
+    stats = engine.stats()
+    assert stats.swaps_in == stats.swaps_out > 0
+    assert engine.num_compiled() == before
+
+
 def test_a_priority_must_be_heeded():
     greedy = SamplingParams(max_tokens=2, priority=3)
     plain, urgent = make_engine(), make_engine(scheduling_policy="priority")
