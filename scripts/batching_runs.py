@@ -135,7 +135,8 @@ def run_mode(
     from pagedjax.config import EngineConfig
     from pagedjax.engine import build_engine
 
-    buckets = sorted({settings["max_num_seqs"], 128, 512})
+    large = (64,) if workload == "article" else (128, 512)
+    buckets = sorted({settings["max_num_seqs"], *large})
     config = EngineConfig(
         **settings,
         **MODES[mode],
