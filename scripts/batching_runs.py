@@ -135,7 +135,8 @@ def run_mode(
     from pagedjax.config import EngineConfig
     from pagedjax.engine import build_engine
 
-    buckets = sorted({settings["max_num_seqs"], 128, 512})
+    large = (64,) if workload == "article" else (128, 512)
+    buckets = sorted({settings["max_num_seqs"], *large})
     config = EngineConfig(
         **settings,
         **MODES[mode],
@@ -206,7 +207,7 @@ def serve(engine: Any, mode: str, requests: Sequence[Request], config: Any) -> R
         seconds=seconds,
         num_places=config.max_num_seqs,
         num_blocks=config.num_blocks,
-        spans={name: _spans(history, mode, running) for name, history in states.items()},
+        spans=_spans(states, static=mode.startswith("static")),
         tokens=tokens,
         running=running,
         held=held,
@@ -218,26 +219,37 @@ def serve(engine: Any, mode: str, requests: Sequence[Request], config: Any) -> R
     )
 
 
-def _spans(history: Sequence[str], mode: str, running: Sequence[int]) -> list[tuple[str, int, int]]:
-    """A request's states, step by step, as (state, first step, last step)."""
-    spans: list[tuple[str, int, int]] = []
-    has_run = ended = False
-    for step, (state, num_running) in enumerate(zip(history, running, strict=True), start=1):
-        if state == "ended":
-            # A static batch lets nobody go before nobody runs.
-            ended |= not mode.startswith("static") or num_running == 0
-            if ended:
-                break
-            word = "done"
-        elif state == "running":
-            has_run, word = True, "running"
-        else:
-            word = "preempted" if has_run else "waiting"
-        if spans and spans[-1][0] == word:
-            spans[-1] = (word, spans[-1][1], step)
-        else:
-            spans.append((word, step, step))
+def _spans(states: dict[str, list[str]], *, static: bool) -> dict[str, list[tuple[str, int, int]]]:
+    """Each request's states, step by step, as (state, first step, last step).
+
+    A static batch lets nobody go before all of it have ended, which is when others start.
+    """
+    words = {name: _words(history) for name, history in states.items()}
+    starts = sorted(w.index("running") for w in words.values() if "running" in w)
+    spans: dict[str, list[tuple[str, int, int]]] = {}
+    for name, mine in words.items():
+        if static:
+            last = max(len(w) for w in words.values())
+            end = next((start for start in starts if start >= len(mine)), last)
+            mine = mine + ["done"] * (end - len(mine))
+        spans[name] = []
+        for step, word in enumerate(mine, start=1):
+            if spans[name] and spans[name][-1][0] == word:
+                spans[name][-1] = (word, spans[name][-1][1], step)
+            else:
+                spans[name].append((word, step, step))
     return spans
+
+
+def _words(history: Sequence[str]) -> list[str]:
+    """What the picture calls a request's states, up to its end."""
+    words: list[str] = []
+    for state in history:
+        if state == "ended":
+            break
+        waits = "preempted" if "running" in words else "waiting"
+        words.append("running" if state == "running" else waits)
+    return words
 
 
 def table(runs: Sequence[Run]) -> str:

@@ -31,7 +31,7 @@ def make_run(mode="continuous paged", **changes):
 
 def test_spans_of_a_request_that_is_preempted():
     history = ["queued", "waiting", "running", "waiting", "running", "ended", "ended"]
-    assert _spans(history, "continuous paged", [1] * 7) == [
+    assert _spans({"A": history}, static=False)["A"] == [
         ("waiting", 1, 2),
         ("running", 3, 3),
         ("preempted", 4, 4),
@@ -40,8 +40,18 @@ def test_spans_of_a_request_that_is_preempted():
 
 
 def test_in_a_static_batch_what_has_ended_waits_for_the_others():
-    history = ["running", "ended", "ended", "ended", "ended"]
-    assert _spans(history, "static paged", [2, 1, 1, 0, 2]) == [("running", 1, 1), ("done", 2, 3)]
+    states = {
+        "A": ["running", "ended", "ended", "ended", "ended"],
+        "B": ["running", "running", "running", "ended", "ended"],
+        "C": ["queued", "waiting", "waiting", "running", "running"],
+        "D": ["queued", "waiting", "waiting", "running", "ended"],
+    }
+    spans = _spans(states, static=True)
+    assert spans["A"] == [("running", 1, 1), ("done", 2, 3)]
+    assert spans["B"] == [("running", 1, 3)]
+    assert spans["C"] == [("waiting", 1, 3), ("running", 4, 5)]
+    assert spans["D"] == [("waiting", 1, 3), ("running", 4, 4), ("done", 5, 5)]
+    assert _spans(states, static=False)["A"] == [("running", 1, 1)]
 
 
 def test_figures_by_hand():
