@@ -84,33 +84,43 @@ EVERYONE = range(len(REQUESTS))
 
 
 @pytest.fixture(scope="module")
-def expected():
-    return serve(make_engine(), EVERYONE, alone=True)
+def engine():
+    return make_engine()
 
 
-def test_among_others_in_another_order_and_from_the_cache(expected):
-    engine = make_engine()
+@pytest.fixture(scope="module")
+def expected(engine):
+    return serve(engine, EVERYONE, alone=True)
+
+
+def test_among_others_in_another_order_and_from_the_cache(engine, expected):
     order = np.random.default_rng(0).permutation(len(REQUESTS))
     assert serve(engine, order) == expected
     assert serve(engine, order[::-1]) == expected
     assert engine.stats().cached_tokens > 0
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"max_num_batched_tokens": 7, "token_buckets": (1, 7), "max_num_seqs": 5},
-        {"num_blocks": 21, "enable_prefix_caching": False, "watermark": 0.0},
-    ],
-    ids=["chunks of 7 and less", "preempted"],
-)
-def test_other_chunks_and_less_memory(expected, changes):
-    engine = make_engine(**changes)
+def test_in_other_chunks_and_preempted(expected):
+    engine = make_engine(
+        max_num_batched_tokens=7,
+        token_buckets=(1, 7),
+        max_num_seqs=5,
+        num_blocks=21,
+        watermark=0.0,
+        enable_prefix_caching=False,
+    )
     assert serve(engine, EVERYONE) == expected
-    if "num_blocks" in changes:
-        assert engine.stats().preemptions > 0
+    assert engine.stats().preemptions > 0
 
 
+@pytest.mark.slow
+def test_in_whole_prompts_and_preempted(expected):
+    engine = make_engine(num_blocks=21, watermark=0.0, enable_prefix_caching=False)
+    assert serve(engine, EVERYONE) == expected
+    assert engine.stats().preemptions > 0
+
+
+@pytest.mark.slow
 def test_without_the_mode_bits_differ(expected):
     """Otherwise the tests above would say nothing."""
     assert serve(make_engine(deterministic=False), EVERYONE) != expected
