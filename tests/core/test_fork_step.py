@@ -29,6 +29,7 @@ def sampled(runner, seeds, group, **changes):
     return runner.finish(poison=True)
 
 
+@pytest.mark.slow  # tests/shell/test_samples.py shows it through the engine
 def test_forks_compute_what_single_rows_do(params):  # noqa: F811
     """Whatever is free holds NaN, so a row that read a block that is not its own would show."""
     shared = sampled(Runner(params, **SIZES), (3, 4, 5), 1)
