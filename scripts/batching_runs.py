@@ -73,7 +73,7 @@ class Run:
         running, preempted, done (a static batch's request that has ended and keeps its place).
       running, held, filled: of each step: requests that run, blocks that they hold, and share of
         the held slots that have keys in them (None where blocks are shared).
-      first_s, first_step: of each request: when its first token came.
+      first_s: of each request: when its first token came.
     """
 
     mode: str
@@ -86,7 +86,6 @@ class Run:
     held: list[int]
     filled: list[float | None]
     first_s: list[float]
-    first_step: list[int]
     preemptions: int
     computed_tokens: int
 
@@ -161,7 +160,7 @@ def serve(engine: Any, mode: str, requests: Sequence[Request], config: Any) -> R
     last_step = before.steps
     tokens: dict[str, list[int]] = {request.name: [] for request in requests}
     states: dict[str, list[str]] = {request.name: [] for request in requests}
-    first_s, first_step = {}, {}
+    first_s: dict[str, float] = {}
     running, held, filled = [], [], []
     start = time.perf_counter()
     for request in requests:
@@ -181,7 +180,6 @@ def serve(engine: Any, mode: str, requests: Sequence[Request], config: Any) -> R
             tokens[output.request_id] += output.outputs[0].token_ids
             if output.outputs[0].token_ids and output.request_id not in first_s:
                 first_s[output.request_id] = now
-                first_step[output.request_id] = len(running) + 1
         stats = engine.stats()
         if stats.steps == last_step:
             continue
@@ -213,7 +211,6 @@ def serve(engine: Any, mode: str, requests: Sequence[Request], config: Any) -> R
         held=held,
         filled=filled,
         first_s=list(first_s.values()),
-        first_step=list(first_step.values()),
         preemptions=after.preemptions - preemptions,
         computed_tokens=after.computed_tokens - computed,
     )

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pagedjax.core.blocks import release
+from pagedjax.core.blocks import pool_of, release, with_pool
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.pytree import pytree
 from pagedjax.core.ragged import cdiv, take, when
 from pagedjax.core.state import NULL, FinishReason, Plan, SchedulerState, Status
 
@@ -173,8 +174,7 @@ def compact(config: SchedulerConfig, rows, *arrays):
 # -- commit ----------------------------------------------------------------------------------------
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Picks:
     """What a step's samples mean for the beams. All [S]."""
 
@@ -346,21 +346,8 @@ def _share_blocks(config: SchedulerConfig, state: SchedulerState, source, loser)
         ref_counts = ref_counts.at[held(source)].add(1, mode="drop")
         return release((ref_counts, *rest), state.prefix.slot, state.step, held(loser))
 
-    pool = (
-        blocks.ref_counts,
-        blocks.free_stack,
-        blocks.num_free,
-        blocks.last_use,
-        state.counters.num_ref_errors,
-    )
     any_change = ((source != NULL) | (loser != NULL)).any()
-    *pool, errors = when(config.use_cond, any_change, change, pool)
-    fields = zip(("ref_counts", "free_stack", "num_free", "last_use"), pool, strict=True)
-    return dataclasses.replace(
-        state,
-        blocks=dataclasses.replace(blocks, **dict(fields)),
-        counters=dataclasses.replace(state.counters, num_ref_errors=errors),
-    )
+    return with_pool(state, when(config.use_cond, any_change, change, pool_of(state)))
 
 
 def _copy_rows(config: SchedulerConfig, tables, source, destination, count):

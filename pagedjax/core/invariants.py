@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.pytree import pytree
 from pagedjax.core.ragged import cdiv, take
 from pagedjax.core.state import NULL, ROOT, Plan, SchedulerState, Status
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Violations:
     """How many times each invariant is broken; all [] int32, all zero in a sound state."""
 

@@ -9,13 +9,13 @@ import numpy as np
 from pagedjax.core.beam import whole_groups
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.prefix import finish_hash, mix
+from pagedjax.core.pytree import pytree
 from pagedjax.core.state import NULL, FinishReason, SchedulerState, Status
 
 NO_PRIORITY = np.int32(0)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class RequestParams:
     """What a request asks for. Arrays (or numbers), never static.
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from pagedjax.core.beam import leaders
 from pagedjax.core.blocks import make_room, pool_of, release, with_pool
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.pytree import pytree
 from pagedjax.core.ragged import inverse, take, when
 from pagedjax.core.state import NULL, SchedulerState, Status, SwapMap, Swaps
 
@@ -54,8 +55,7 @@ def _with_host_pool(swap: SwapMap, pool, rows) -> SwapMap:
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class SwapOut:
     """Which victims are swapped out, and what moves. K candidates; L = K * M entries."""
 

@@ -15,6 +15,7 @@ from pagedjax.core.blocks import num_evictable
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.execute import StepConfig
 from pagedjax.core.invariants import check_invariants
+from pagedjax.core.pytree import pytree
 from pagedjax.core.requests import RequestParams, abort, add_request
 from pagedjax.core.schedule import retire
 from pagedjax.core.state import NULL, EngineState, SchedulerState, StepOutput
@@ -35,8 +36,7 @@ Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 """Wraps an iterable of so many items, to show how far it is."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Ended:
     """What the host learns when rows are ended outside a step."""
 

@@ -26,6 +26,7 @@ from pagedjax.engine.request import Request
 from pagedjax.engine.rows import RowBook
 from pagedjax.engine.saved_requests import describe_request, restore_request
 from pagedjax.engine.state_file import ArrayParts, SnapshotError
+from pagedjax.eventlog.checksum import leaves
 from pagedjax.outputs import RequestOutput, describe_output, restore_output
 from pagedjax.tokenizers import Tokenizer
 
@@ -184,7 +185,8 @@ class Snapshots:
 
 def scheduler_arrays(state: SchedulerState) -> dict[str, np.ndarray]:
     """Every leaf of the state, by its path."""
-    return {name: np.asarray(leaf) for name, leaf in _named(jax.device_get(state))}
+    named = leaves(jax.device_get(state))
+    return {f"scheduler{name}": np.asarray(leaf) for name, leaf in named.items()}
 
 
 def scheduler_from(arrays: Mapping[str, np.ndarray], like: SchedulerState) -> SchedulerState:
@@ -192,8 +194,9 @@ def scheduler_from(arrays: Mapping[str, np.ndarray], like: SchedulerState) -> Sc
 
     Raises `SnapshotError` for arrays that do not fit.
     """
-    leaves = []
-    for name, leaf in _named(like):
+    values = []
+    for path, leaf in leaves(like).items():
+        name = f"scheduler{path}"
         array = arrays.get(name)
         if array is None:
             raise SnapshotError(f"the snapshot has no {name}")
@@ -202,8 +205,8 @@ def scheduler_from(arrays: Mapping[str, np.ndarray], like: SchedulerState) -> Sc
                 f"the snapshot's {name} is {array.dtype} {array.shape}; this engine's is "
                 f"{leaf.dtype} {leaf.shape}"
             )
-        leaves.append(array)
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+        values.append(array)
+    return jax.tree.unflatten(jax.tree.structure(like), values)
 
 
 def blocks_in_use(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -216,11 +219,6 @@ def blocks_in_use(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 def host_blocks_in_use(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     """[n] int32: blocks of the host pool that a row holds, ascending."""
     return np.flatnonzero(arrays["scheduler.swap.ref_counts"] > 0).astype(np.int32)
-
-
-def _named(state: SchedulerState) -> list[tuple[str, Any]]:
-    paths, _ = jax.tree_util.tree_flatten_with_path(state)
-    return [(f"scheduler{jax.tree_util.keystr(path)}", leaf) for path, leaf in paths]
 
 
 def padded_batches(blocks: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:

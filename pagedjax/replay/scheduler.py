@@ -12,6 +12,7 @@ from pagedjax.core.beam import Picks
 from pagedjax.core.beam import sampling as beam_sampling
 from pagedjax.core.commit import commit
 from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.pytree import pytree
 from pagedjax.core.ragged import take
 from pagedjax.core.requests import RequestParams, add_request
 from pagedjax.core.schedule import schedule
@@ -24,8 +25,7 @@ from pagedjax.replay.log import Event
 from pagedjax.sampling import Sampled
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Copies:
     """Blocks that a step copied, [A] int32 each, NULL for none."""
 
@@ -33,8 +33,7 @@ class Copies:
     dst: jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Known:
     """What came out of a step. All [S]."""
 

@@ -22,7 +22,6 @@ def make_run(mode="continuous paged", **changes):
         "held": [2, 4, 2, 4],
         "filled": [1.0, 0.5, 1.0, 0.5],
         "first_s": [1.0, 0.5],
-        "first_step": [2, 1],
         "preemptions": 1,
         "computed_tokens": 8,
     }
