@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from batching_runs import Run
+from figure_files import save
 
 COLOURS = {
     "waiting": "#d9d9d9",
@@ -29,7 +30,7 @@ def draw(runs: Sequence[Run], path: Path, *, title: str) -> list[Path]:
     count = max(len(run.spans) for run in runs)
     steps = max(len(run.running) for run in runs)
     panel = min(3.4, 0.9 + 0.16 * count)
-    with rc_context({"svg.hashsalt": "pagedjax", "font.size": 10}):
+    with rc_context({"font.size": 10}):
         figure = Figure(figsize=(11, panel * len(runs) + 1.0), layout="constrained")
         axes_of_all = figure.subplots(len(runs), 1, squeeze=False, sharex=True)[:, 0]
         for axes, run in zip(axes_of_all, runs, strict=True):
@@ -45,11 +46,7 @@ def draw(runs: Sequence[Run], path: Path, *, title: str) -> list[Path]:
             title=f"{title}: what each request does, step by step",
             frameon=False,
         )
-        written = [path.with_name(path.name + suffix) for suffix in (".png", ".svg")]
-        for file in written:
-            metadata = {"Date": None} if file.suffix == ".svg" else None
-            figure.savefig(file, dpi=110, metadata=metadata)
-    return written
+        return save(figure, path)
 
 
 def _draw_run(axes: Any, run: Run) -> None:

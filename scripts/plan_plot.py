@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from figure_files import save
+
 WASTE, TABLE = "#c1440e", "#1f5a99"
 TICKS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -16,7 +18,7 @@ def plot_study(plan: dict[str, Any], path: Path) -> list[Path]:
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # needs no display
 
-    with rc_context({"svg.hashsalt": "pagedjax", "font.size": 11}):
+    with rc_context({"font.size": 11}):
         figure = Figure(figsize=(11, 5), layout="constrained")
         left, right = figure.subplots(1, 2)
         lengths = plan["lengths"]
@@ -36,13 +38,7 @@ def plot_study(plan: dict[str, Any], path: Path) -> list[Path]:
             axes.set_xlabel("block size (tokens)")
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
-        name = path.stem if path.suffix in (".png", ".svg") else path.name
-        written = [path.with_name(name + suffix) for suffix in (".png", ".svg")]
-        for file in written:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            metadata = {"Date": None} if file.suffix == ".svg" else None
-            figure.savefig(file, dpi=110, metadata=metadata)
-    return written
+        return save(figure, path)
 
 
 def _draw_waste(axes: Any, plan: dict[str, Any]) -> None:

@@ -28,6 +28,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from figure_files import save_losses
+
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.forward import forward_dense
 from pagedjax.models.params import init_params
@@ -251,21 +253,6 @@ def write_directory(out: Path, config: ModelConfig, params: Any, tokenizer: Any)
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def plot(curve: list[tuple[int, float, float]], path: Path) -> None:
-    """Training and held-out loss over the steps, as a PNG."""
-    from matplotlib.figure import Figure  # needs no display
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    steps, training, held_out = zip(*curve, strict=True)
-    axes.plot(steps, training, label="training")
-    axes.plot(steps, held_out, label="held out")
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title="train_tiny", ylim=(0, None))
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-
-
 def train(settings: Settings) -> list[tuple[int, float, float]]:
     """The whole run: text, tokenizer, training, directory. Returns the loss curve of `fit`."""
     started = time.perf_counter()
@@ -299,7 +286,9 @@ def train(settings: Settings) -> list[tuple[int, float, float]]:
     params, curve = fit(config, settings, train_ids, held_out_ids)
     show("after training", params)
     write_directory(settings.out, config, params, tokenizer)
-    plot(curve, settings.out / "loss.png")
+    steps, training, held_out = zip(*curve, strict=True)
+    curves = {"training": (steps, training), "held out": (steps, held_out)}
+    save_losses(curves, settings.out / "loss.png", "train_tiny")
     print(
         f"held-out loss {curve[0][2]:.3f} -> {curve[-1][2]:.3f} in "
         f"{time.perf_counter() - started:.0f} s; wrote {settings.out}"

@@ -25,6 +25,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from figure_files import save_losses
+
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.forward import compute_logits, forward
 from pagedjax.models.params import default_dtype
@@ -327,18 +329,6 @@ def read_examples(settings: Settings) -> list[tuple[str, str]]:
     return pairs
 
 
-def plot(losses: list[float], path: Path, title: str) -> None:
-    """The loss over the steps, as a PNG."""
-    from matplotlib.figure import Figure  # needs no display
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(losses)
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title, ylim=(0, None))
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-
-
 def right(output: list[int], target: list[int]) -> int:
     """Tokens of the target that an output has before its first wrong one."""
     pairs = zip(output, target, strict=False)
@@ -386,7 +376,8 @@ def run(settings: Settings) -> tuple[list[float], int, int, int]:
     total = sum(len(target) for _, target in examples)
     settings.out.mkdir(parents=True, exist_ok=True)
     np.savez(settings.out / "prefix.npz", k=np.asarray(prefix.k), v=np.asarray(prefix.v))
-    plot(losses, settings.out / "loss.png", f"soft prefix of {settings.prefix_tokens} tokens")
+    title = f"soft prefix of {settings.prefix_tokens} tokens"
+    save_losses({"loss": (range(len(losses)), losses)}, settings.out / "loss.png", title)
     print(
         f"\nloss {losses[0]:.3f} -> {losses[-1]:.3f}; of {total} target tokens {counts[0]} come "
         f"out right without the prefix, {counts[1]} with it; "

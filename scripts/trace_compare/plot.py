@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from figure_files import save
 
 ATTENTION, LOGITS, POOL, PREFILL, EVENT = "#c1440e", "#1f5a99", "#5b8c2a", "#e9e4da", "#6a3d9a"
 FLOOR = 1e-9
@@ -15,7 +16,7 @@ def draw(report: dict[str, Any], path: Path) -> list[Path]:
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # needs no display
 
-    with rc_context({"svg.hashsalt": "pagedjax", "font.size": 11}):
+    with rc_context({"font.size": 11}):
         figure = Figure(figsize=(11, 7.5), layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         run = report["run"]
@@ -26,11 +27,7 @@ def draw(report: dict[str, Any], path: Path) -> list[Path]:
         )
         _draw_steps(above, report)
         _draw_layers(figure, below, report)
-        written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-        for file in written:
-            metadata = {"Date": None} if file.suffix == ".svg" else None
-            figure.savefig(file, dpi=110, metadata=metadata)
-    return written
+        return save(figure, path)
 
 
 def _finite(values: list[float], top: float) -> list[float]:
