@@ -61,70 +61,99 @@ def _find_prefix(config: SchedulerConfig, state: SchedulerState, row_ids):
     return nobody.num_shared, nobody.shared, nobody.num_computed, nobody.copy_src
 
 
-def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Admitted:
-    """The longest run of candidates, from the head of the queue, that fits budget and memory.
+def _begin(config: SchedulerConfig, state, row_ids, valid):
+    """What candidates have before they compute anything: from the prefix cache, from a member of
+    their group if that has more, or, swapped out, what they had.
 
-    A candidate fits memory if all that is known of it does, not just the chunk of this step: the
-    rest would otherwise push out somebody in the next steps, mostly itself, and be computed again.
-    A shared block that nobody held costs a block too, since it is no longer evictable; the first
-    candidate that revives it pays.
+    Returns:
+      (cached [A] tokens, num_shared [A] blocks, shared [A, M] their ids, num_cached [A] of them in
+      the prefix index, copy_src [A], forks [A] bool, swapped [A] bool).
     """
-    a, b = config.max_admissions, config.block_size
+    rows, blocks = state.rows, state.blocks
     num_shared, shared, num_inside, source = _find_prefix(config, state, row_ids)
-    cached = num_shared * b + num_inside
-    forks, num_cached = jnp.zeros(a, bool), num_shared
+    cached = num_shared * config.block_size + num_inside
+    forks, num_cached = jnp.zeros(config.max_admissions, bool), num_shared
     if config.enable_forks:
         forks, *forked = share(config, state, row_ids, cached)
         found = cached, num_shared, shared, num_cached
         pairs = zip(forked, found, strict=True)
         cached, num_shared, shared, num_cached = (choose(forks, new, old) for new, old in pairs)
         source = jnp.where(forks, NULL, source)
-    swapped = valid & (state.rows.status[row_ids] == Status.SWAPPED)
-    if config.num_host_blocks:  # rows that are swapped out have their blocks already
+    swapped = valid & (rows.status[row_ids] == Status.SWAPPED)
+    if config.num_host_blocks:
         forks &= ~swapped
-        num_shared = jnp.where(swapped, state.blocks.num_blocks_held[row_ids], num_shared)
-        shared = jnp.where(swapped[:, None], state.blocks.block_tables[row_ids], shared)
-        cached = jnp.where(swapped, state.rows.num_computed_tokens[row_ids], cached)
-        num_cached = jnp.where(swapped, state.rows.num_cached_blocks[row_ids], num_cached)
+        num_shared = jnp.where(swapped, blocks.num_blocks_held[row_ids], num_shared)
+        shared = jnp.where(swapped[:, None], blocks.block_tables[row_ids], shared)
+        cached = jnp.where(swapped, rows.num_computed_tokens[row_ids], cached)
+        num_cached = jnp.where(swapped, rows.num_cached_blocks[row_ids], num_cached)
         source = jnp.where(swapped, NULL, source)
-    left = jnp.where(valid, state.rows.num_tokens[row_ids] - cached, 0)
-    chunk = jnp.clip(budget - (jnp.cumsum(left) - left), 0, left)
-    num_new = jnp.where(chunk > 0, cdiv(cached + chunk, b) - num_shared, 0)
+    return cached, num_shared, shared, num_cached, source, forks, swapped
+
+
+def _cost(config: SchedulerConfig, state, row_ids, valid, cached, num_shared, wanted, swapped):
+    """Blocks that candidates take from the free and evictable ones, for all that is known of them.
+
+    A shared block that nobody held costs a block too, since it is no longer evictable; the first
+    candidate that revives it pays.
+
+    Args: wanted: [A, M] int32, blocks they get a reference to.
+
+    Returns:
+      (cost [A] int32, moved [A] int32: of it, what comes back from the host pool).
+    """
+    b, ref_counts = config.block_size, state.blocks.ref_counts
     # Of a block that is shared in part there will be a copy.
-    whole = jnp.where(valid, cdiv(state.rows.num_tokens[row_ids], b) - cached // b, 0)
+    cost = jnp.where(valid, cdiv(state.rows.num_tokens[row_ids], b) - cached // b, 0)
     if config.kv_cache == "contiguous":
-        whole = jnp.where(valid, config.max_blocks_per_seq, 0)
-        num_new = jnp.where(chunk > 0, whole, 0)
-    candidate = jnp.broadcast_to(jnp.arange(a, dtype=jnp.int32)[:, None], shared.shape)
-    wanted = jnp.where((valid & ~swapped)[:, None], shared, NULL)
-    payer = jnp.full(config.num_blocks, NULL, jnp.int32).at[wanted].min(candidate, mode="drop")
-    pays = (take(state.blocks.ref_counts, wanted, 1) == 0) & (
-        take(payer, wanted, NULL) == candidate
+        cost = jnp.where(valid, config.max_blocks_per_seq, 0)
+    candidate = jnp.broadcast_to(
+        jnp.arange(wanted.shape[0], dtype=jnp.int32)[:, None], wanted.shape
     )
-    cost = whole + pays.sum(1, dtype=jnp.int32)
-    ok = valid & (chunk > 0)
+    payer = jnp.full(config.num_blocks, NULL, jnp.int32).at[wanted].min(candidate, mode="drop")
+    pays = (take(ref_counts, wanted, 1) == 0) & (take(payer, wanted, NULL) == candidate)
+    cost += pays.sum(1, dtype=jnp.int32)
+    moved = jnp.zeros_like(cost)
     if config.num_host_blocks:
         # Of its last block one is needed only if it did not move, since others hold it.
         last = take(state.blocks.block_tables, (row_ids, cached // b), NULL)
-        copies = (cached % b > 0) & (take(state.blocks.ref_counts, last, 0) > 1)
+        copies = (cached % b > 0) & (take(ref_counts, last, 0) > 1)
         own = cdiv(state.rows.num_tokens[row_ids], b) - num_shared + copies.astype(jnp.int32)
-        cost = jnp.where(swapped, own, cost)
         moved = jnp.where(swapped, num_moved(config, state, row_ids), 0)
-        cost += moved
+        cost = jnp.where(swapped, own, cost) + moved
+    return cost, moved
+
+
+def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Admitted:
+    """The longest run of candidates, from the head of the queue, that fits budget and memory.
+
+    A candidate fits memory if all that is known of it does, not just the chunk of this step: the
+    rest would otherwise push out somebody in the next steps, mostly itself, and be computed again.
+    """
+    b = config.block_size
+    begin = _begin(config, state, row_ids, valid)
+    cached, num_shared, shared, num_cached, source, forks, swapped = begin
+    left = jnp.where(valid, state.rows.num_tokens[row_ids] - cached, 0)
+    chunk = jnp.clip(budget - (jnp.cumsum(left) - left), 0, left)
+    most = cdiv(cached + chunk, b) - num_shared
+    if config.kv_cache == "contiguous":
+        most = config.max_blocks_per_seq
+    num_new = jnp.where(chunk > 0, most, 0)
+    wanted = jnp.where((valid & ~swapped)[:, None], shared, NULL)
+    cost, moved = _cost(config, state, row_ids, valid, cached, num_shared, wanted, swapped)
+    ok = valid & (chunk > 0) & (jnp.cumsum(cost) <= room)
+    if config.num_host_blocks:
         ok &= jnp.cumsum(moved) <= config.swap_in_capacity
-    ok &= jnp.cumsum(cost) <= room
 
     def only(field, empty):
         return jnp.where(ok, field, empty)
 
-    shared = jnp.where(ok[:, None], shared, NULL)
     return Admitted(
         ok=ok,
         row_ids=only(row_ids, NULL),
         forks=ok & forks,
         num_cached=only(num_cached, 0),
         num_shared=only(num_shared, 0),
-        shared=shared,
+        shared=jnp.where(ok[:, None], shared, NULL),
         num_computed=only(cached, 0),
         chunk=only(chunk, 0),
         num_new=only(num_new, 0),
