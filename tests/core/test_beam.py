@@ -10,13 +10,13 @@ from typing import ClassVar
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import initialize, rule
 
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.state import NULL, Status
 from tests.core.beam_driver import STOP, BeamDriver, beam_search, continuations
 from tests.core.driver import prefix_hashes
+from tests.core.machines import DriverMachine, cases
 
 PROMPT = [1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
 # One more compilation of everything, with the small limits that make things happen.
@@ -258,7 +258,7 @@ def test_plain_search_by_hand():
 token = st.integers(0, 5)
 
 
-class BeamMachine(RuleBasedStateMachine):
+class BeamMachine(DriverMachine):
     """Searches, groups that fork, single requests and aborts, in a pool that is too small."""
 
     sizes: ClassVar = {}
@@ -301,15 +301,6 @@ class BeamMachine(RuleBasedStateMachine):
         elif rows:
             self.driver.abort_row(rows[pick % len(rows)])
 
-    @rule(count=st.integers(1, 6))
-    def step(self, count):
-        for _ in range(count):
-            self.driver.step()
-
-    def teardown(self):
-        if hasattr(self, "driver"):
-            self.driver.drain()
-
 
 class CachedBeamMachine(BeamMachine):
     sizes: ClassVar = {"enable_prefix_caching": True}
@@ -333,20 +324,5 @@ class MixedBeamMachine(BeamMachine):
     }
 
 
-QUICK = settings(
-    max_examples=8,
-    stateful_step_count=25,
-    deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    report_multiple_bugs=False,
-)
-LONG = settings(max_examples=80, stateful_step_count=60, deadline=None)
-
-for machine in (BeamMachine, CachedBeamMachine, TightBeamMachine, MixedBeamMachine):
-    quick = type(f"Test{machine.__name__}", (machine.TestCase,), {"settings": QUICK})
-    if machine in (CachedBeamMachine, TightBeamMachine):  # fewer compilations
-        quick = pytest.mark.slow(quick)
-    long = type(f"Test{machine.__name__}Long", (machine.TestCase,), {"settings": LONG})
-    globals()[quick.__name__] = quick
-    globals()[long.__name__] = pytest.mark.slow(long)
-del machine, quick, long
+MACHINES = BeamMachine, CachedBeamMachine, TightBeamMachine, MixedBeamMachine
+globals().update(cases(MACHINES, long_only=(CachedBeamMachine, TightBeamMachine)))

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import initialize, rule
 
 from pagedjax.core.fork import copies_on_write
 from pagedjax.core.state import NULL, Status
 from tests.core.driver import Driver
+from tests.core.machines import DriverMachine, cases
 
 B = 4
 
@@ -202,7 +202,7 @@ def test_without_groups_nothing_differs():
 token = st.integers(0, 5)
 
 
-class ForkMachine(RuleBasedStateMachine):
+class ForkMachine(DriverMachine):
     """Groups, single requests, aborts, in a pool that is too small for all of them."""
 
     sizes: ClassVar = {}
@@ -232,21 +232,6 @@ class ForkMachine(RuleBasedStateMachine):
     def add_one(self, tail, extra):
         if self.driver.empty_rows():
             self.driver.add_request(tail, len(tail) + extra, stop=False)
-
-    @rule(pick=st.integers(0, 7))
-    def abort(self, pick):
-        if self.driver.requests:
-            rows = sorted(self.driver.requests)
-            self.driver.abort_row(rows[pick % len(rows)])
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count):
-        for _ in range(count):
-            self.driver.step()
-
-    def teardown(self):
-        if hasattr(self, "driver"):
-            self.driver.drain()
 
 
 class UncachedForkMachine(ForkMachine):
@@ -294,21 +279,5 @@ class SwapForkMachine(ForkMachine):
     }
 
 
-QUICK = settings(
-    max_examples=8,
-    stateful_step_count=25,
-    deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    report_multiple_bugs=False,
-)
-LONG = settings(max_examples=80, stateful_step_count=60, deadline=None)
-
 MACHINES = ForkMachine, UncachedForkMachine, TightForkMachine, PolicyForkMachine, SwapForkMachine
-for machine in MACHINES:
-    quick = type(f"Test{machine.__name__}", (machine.TestCase,), {"settings": QUICK})
-    if machine in (TightForkMachine, PolicyForkMachine):  # fewer compilations
-        quick = pytest.mark.slow(quick)
-    long = type(f"Test{machine.__name__}Long", (machine.TestCase,), {"settings": LONG})
-    globals()[quick.__name__] = quick
-    globals()[long.__name__] = pytest.mark.slow(long)
-del machine, quick, long
+globals().update(cases(MACHINES, long_only=(TightForkMachine, PolicyForkMachine)))

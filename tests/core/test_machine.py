@@ -4,15 +4,15 @@ from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import initialize, rule
 
 from tests.core.driver import Driver
+from tests.core.machines import DriverMachine, long, quick
 
 token = st.integers(0, 5)
 
 
-class SchedulerMachine(RuleBasedStateMachine):
+class SchedulerMachine(DriverMachine):
     """Invariants and the shadow pool are checked inside `Driver.step`, at every half step."""
 
     driver_class = Driver
@@ -50,21 +50,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.driver.empty_rows():
             self.driver.add_request([1, 2, 3], self.driver.config.max_model_len + 1)
 
-    @rule(pick=st.integers(0, 7))
-    def abort(self, pick):
-        if self.driver.requests:
-            rows = sorted(self.driver.requests)
-            self.driver.abort_row(rows[pick % len(rows)])
-
-    @rule(count=st.integers(1, 8))
-    def step(self, count):
-        for _ in range(count):
-            self.driver.step()
-
-    def teardown(self):
-        if hasattr(self, "driver"):
-            self.driver.drain()
-
 
 class CrowdedMachine(SchedulerMachine):
     """A pool so small that two requests fill it, and hashes that collide all the time."""
@@ -72,15 +57,7 @@ class CrowdedMachine(SchedulerMachine):
     sizes: ClassVar = {"num_blocks": 10, "hash_mask": 3, "max_model_len": 40, "evict_batch": 2}
 
 
-# A failure is told at once: shrinking it would go on for five minutes, which looks like a hang.
-# Add Phase.shrink to have a small example.
-QUICK = settings(
-    max_examples=15,
-    stateful_step_count=30,
-    deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    report_multiple_bugs=False,
-)
+QUICK = quick(max_examples=15, stateful_step_count=30)
 TestMachine = SchedulerMachine.TestCase
 TestMachine.settings = QUICK
 TestCrowded = CrowdedMachine.TestCase
@@ -89,9 +66,9 @@ TestCrowded.settings = QUICK
 
 @pytest.mark.slow
 class TestMachineLong(SchedulerMachine.TestCase):
-    settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+    settings = long(max_examples=300)
 
 
 @pytest.mark.slow
 class TestCrowdedLong(CrowdedMachine.TestCase):
-    settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+    settings = long(max_examples=300)

@@ -20,6 +20,7 @@ from pagedjax.models.forward import forward_dense
 from pagedjax.models.llama import LlamaModel
 from pagedjax.models.params import init_params
 from tests.core.driver import make_params
+from tests.core.forms import compile_form
 
 MODEL = LlamaModel(
     config=ModelConfig(
@@ -282,13 +283,7 @@ def test_a_donated_pool_is_never_copied(params, form, num_tokens):
     below one pool, and no copy instruction has the pool's shape."""
     config = make_config(num_blocks=4096)
     state = jax.eval_shape(lambda: init_state(config, kv_dtype=jnp.float32))
-    one = partial(step, config=config, num_tokens=num_tokens)
-    function = {
-        "step": one,
-        "run": partial(run, config=config, num_tokens=num_tokens, num_steps=3),
-        "scan": lambda p, s: jax.lax.scan(lambda c, _: one(p, c), s, None, length=3),
-    }[form]
-    compiled = jax.jit(function, donate_argnums=1).lower(params, state).compile()
+    compiled = compile_form(form, params, state, config=config, num_tokens=num_tokens)
     pool_bytes = state.k_pool.size * 4
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * pool_bytes

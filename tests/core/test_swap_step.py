@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from pagedjax.core.schedule import schedule
-from pagedjax.core.step import init_state, run, step
+from pagedjax.core.step import init_state
 from pagedjax.models.params import init_params
 from tests.core.driver import Driver
+from tests.core.forms import compile_form
 from tests.core.test_step import MODEL, make_config
 from tests.core.test_transforms import assert_same, copies, one_step
 
@@ -34,13 +35,7 @@ def test_no_pool_is_copied(form, num_tokens):
         partial(init_params, MODEL.config, dtype=jnp.float32, stacked=False), jax.random.key(0)
     )
     state = jax.eval_shape(lambda: init_state(config, kv_dtype=jnp.float32))
-    one = partial(step, config=config, num_tokens=num_tokens)
-    function = {
-        "step": one,
-        "run": partial(run, config=config, num_tokens=num_tokens, num_steps=3),
-        "scan": lambda p, s: jax.lax.scan(lambda c, _: one(p, c), s, None, length=3),
-    }[form]
-    compiled = jax.jit(function, donate_argnums=1).lower(params, state).compile()
+    compiled = compile_form(form, params, state, config=config, num_tokens=num_tokens)
     pool_bytes, host_bytes = state.k_pool.size * 4, state.host_k_pool.size * 4
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * (pool_bytes + host_bytes)
