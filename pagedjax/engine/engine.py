@@ -210,8 +210,9 @@ class Engine:
         )
 
     def request_states(self) -> dict[str, RequestState]:
-        """What each request that has not ended is doing, by id, as of the last step that was read.
-        To be called by the thread that calls `step`."""
+        """What each request that has not ended is doing, by id, as of the last step that was read;
+        of one for several outputs, what one of them is. To be called by the thread that calls
+        `step`."""
         return self._rows.states() | {
             request.request_id: RequestState(
                 status="queued", num_tokens=len(request.prompt_token_ids), num_computed_tokens=0

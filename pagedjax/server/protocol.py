@@ -5,6 +5,7 @@ with the value that means "off", since OpenAI clients send those; any other valu
 field, is refused.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -163,14 +164,12 @@ class _Request(_Strict):
 
     def search_params(self, max_tokens: int | None) -> BeamSearchParams:
         """Parameters of a beam search, as wide as the outputs that are asked for."""
-        names = "ignore_eos temperature length_penalty include_stop_str_in_output".split()
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        given = self._given("ignore_eos temperature length_penalty include_stop_str_in_output")
         width = 1 if self.n is None else self.n
         try:
             return BeamSearchParams(beam_width=width, max_tokens=max_tokens, **given)
         except ValueError as error:
-            fields = [name for name in (*given, "max_tokens") if str(error).startswith(name)]
-            raise ApiError(400, str(error), param=max(fields, key=len, default="n")) from error
+            raise _refused(error, (*given, "max_tokens"), default="n") from error
 
     @property
     def include_usage(self) -> bool:
@@ -179,17 +178,25 @@ class _Request(_Strict):
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Sampling parameters; what is left out keeps OpenAI's default, which is ours."""
-        names = (
+        given = self._given(
             "n temperature top_p seed stop top_k min_p min_tokens ignore_eos stop_token_ids "
             "skip_special_tokens include_stop_str_in_output priority"
-        ).split()
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        )
         try:
             return SamplingParams(**given, **more)
         except (ValueError, TypeError) as error:
-            fields = [name for name in (*given, *more) if str(error).startswith(name)]
-            param = max(fields, key=len, default=None)
-            raise ApiError(400, str(error), param=param) from error
+            raise _refused(error, (*given, *more)) from error
+
+    def _given(self, names: str) -> dict[str, Any]:
+        """Of the fields named, those that are there."""
+        values = {name: getattr(self, name) for name in names.split()}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def _refused(error: Exception, names: Iterable[str], default: str | None = None) -> ApiError:
+    """What parameters' own check says, as an error of the field that its message begins with."""
+    fields = [name for name in names if str(error).startswith(name)]
+    return ApiError(400, str(error), param=max(fields, key=len, default=default))
 
 
 def _check_prompt(value: Any, _validate: Any) -> Any:

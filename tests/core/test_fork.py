@@ -13,6 +13,7 @@ import pytest
 from hypothesis.stateful import initialize, rule
 
 from pagedjax.core.fork import copies_on_write
+from pagedjax.core.preempt import preempt
 from pagedjax.core.state import NULL, Status
 from tests.core.driver import Driver
 from tests.core.machines import DriverMachine, cases
@@ -183,6 +184,26 @@ def test_cached_block_is_copied_even_by_its_only_holder():
     grants = jnp.zeros(s, jnp.int32).at[0].set(1)
     got = copies_on_write(driver.config, state, jnp.arange(s), grants)
     assert int(got[0]) == 7
+
+
+def test_who_stays_under_pressure_can_pay_for_its_copy():
+    """Three rows share the block they write, none is free, and one row may step back in a step. The
+    first would keep the block if all wrote, but the second sits the step out and holds it still: so
+    the first must sit it out, too."""
+    driver = make_driver(max_preemptions=1)
+    config, state = driver.config, by_hand(driver, [[1, 7]] * 3, [6] * 3)
+    s = config.num_rows
+    order, nobody = jnp.arange(s, dtype=jnp.int32), jnp.zeros(s, jnp.int32)
+    grant = nobody.at[:3].set(1)
+    copies = (copies_on_write(config, state, order, grant) != NULL).astype(jnp.int32)
+    assert int(copies.sum()) == 2
+    state, order, grant, _, pressed, _ = preempt(
+        config, state, order, grant, nobody, copies, nobody > 0, jnp.int32(0), jnp.int32(3)
+    )
+    assert bool(pressed)
+    assert int(state.counters.num_preemptions) == 1
+    assert (np.asarray(copies_on_write(config, state, order, grant)) == NULL).all()
+    assert int(grant.sum()) == 0
 
 
 @pytest.mark.slow
