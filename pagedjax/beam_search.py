@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagedjax.sampling_params import check_integer, check_real
+from pagedjax.sampling_params import check_cache_salt, check_integer, check_real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class BeamSearchParams:
     """Exponent of the length in the score. Above 0 it favours long outputs, below 0 short ones."""
     include_stop_str_in_output: bool = False
     """The text includes the end-of-sequence token."""
+    cache_salt: str | None = None
+    """See `SamplingParams.cache_salt`."""
 
     def __post_init__(self) -> None:
         self._set("beam_width", check_integer("beam_width", self.beam_width, 1, 2**31 - 1))
@@ -48,6 +50,7 @@ class BeamSearchParams:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
+        check_cache_salt(self.cache_salt)
         self._set("temperature", check_real("temperature", self.temperature, 0, 1, "{0, 1}"))
         if self.temperature not in (0, 1):
             raise ValueError(

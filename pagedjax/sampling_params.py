@@ -57,6 +57,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     priority: int = 0
     """Lower is more urgent. Where the engine's policies go by it only; others refuse all but 0."""
+    cache_salt: str | None = None
+    """Only requests with the same one share cached keys and values, so that nobody else learns from
+    the time an answer takes what has been sent. None is shared by all that have none."""
 
     def __post_init__(self) -> None:
         self._set("n", check_integer("n", self.n, 1, _MAX_INT32))
@@ -84,6 +87,7 @@ class SamplingParams:
         if self.logprobs is not None:
             self._set("logprobs", check_integer("logprobs", self.logprobs, 0, _MAX_INT32))
         self._set("priority", check_integer("priority", self.priority, -_MAX_INT32, _MAX_INT32))
+        check_cache_salt(self.cache_salt)
         for name in (
             "ignore_eos",
             "detokenize",
@@ -145,6 +149,12 @@ def check_real(name: str, value: Any, low: float, high: float, accepted: str) ->
     if not low <= value <= high or (accepted[0] == "(" and value == low):
         raise ValueError(wanted)
     return float(value)
+
+
+def check_cache_salt(salt: Any) -> None:
+    """Raise `ValueError` for what is no salt."""
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise ValueError(f"cache_salt must be a non-empty string or None, got {salt!r}")
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

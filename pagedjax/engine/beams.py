@@ -188,6 +188,7 @@ def _inner_params(params: BeamSearchParams, count: int) -> SamplingParams:
         ignore_eos=params.ignore_eos,
         detokenize=False,
         logprobs=count,
+        cache_salt=params.cache_salt,
     )
 
 

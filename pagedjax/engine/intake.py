@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from pagedjax.engine.beams import check_search, make_search
 from pagedjax.engine.errors import InvalidRequestError, QueueFullError
 from pagedjax.engine.request import Request, check_length, check_priority, check_request
 from pagedjax.engine.rows import RowBook
+from pagedjax.engine.salts import Salts
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.tokenizers import Tokenizer
 
@@ -54,6 +56,7 @@ class Intake:
         self._queue: deque[Request] = deque()
         self._requests: dict[str, Request] = {}
         self._aborts: deque[Request] = deque()
+        self._salts = Salts()
         self._num_seeds_drawn = 0
         self._num_groups = 0
         self._num_refused = 0
@@ -97,8 +100,9 @@ class Intake:
             seed = self._seed(params)
             request = Request(request_id, text, token_ids, params, seed=seed, **known)
             request.fan_out(group)
+        salt = self._salts.number(params.cache_salt)
         for sample in request.samples:
-            sample.arrival_time_s = arrival_time_s
+            sample.arrival_time_s, sample.salt = arrival_time_s, salt
         return request
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -235,15 +239,19 @@ class Intake:
         with self._lock:
             self._requests.pop(request.request_id, None)
 
-    def saved(self) -> tuple[list[Request], list[Request], dict[str, int]]:
+    def saved(self) -> tuple[list[Request], list[Request], dict[str, Any]]:
         """(requests that have not ended, samples in the queue, numbers), for a snapshot; both in
         the order of their arrival."""
         with self._lock:
-            numbers = {"num_seeds_drawn": self._num_seeds_drawn, "num_groups": self._num_groups}
+            numbers = {
+                "num_seeds_drawn": self._num_seeds_drawn,
+                "num_groups": self._num_groups,
+                "salts": self._salts.saved(),
+            }
             return list(self._requests.values()), list(self._queue), numbers
 
     def restore(
-        self, requests: Sequence[Request], queue: Sequence[Request], numbers: Mapping[str, int]
+        self, requests: Sequence[Request], queue: Sequence[Request], numbers: Mapping[str, Any]
     ) -> None:
         """Become what was saved."""
         with self._lock:
@@ -251,6 +259,7 @@ class Intake:
             self._requests = {r.request_id: r for r in requests}
             self._num_seeds_drawn = numbers["num_seeds_drawn"]
             self._num_groups = numbers["num_groups"]
+        self._salts.restore(**numbers["salts"])
 
     @property
     def _max_pool_tokens(self) -> int:

@@ -28,6 +28,7 @@ class Request:
       index: which of the outputs it is.
       samples: all of them, itself included; shared by all of them.
       group: number that the rows of its samples have in common, NULL for a single one.
+      salt: only requests of equal salt share cached blocks; 0 without `cache_salt`.
       search: the beam search that the row belongs to, or None (`pagedjax.engine.beams`).
       max_total_tokens: prompt and output tokens together at most.
       num_output_tokens: tokens so far.
@@ -36,6 +37,7 @@ class Request:
     """
 
     search: Any = None
+    salt: int = 0
 
     def __init__(
         self,
@@ -255,7 +257,7 @@ class Request:
             min_p=np.float32(params.min_p),
             seed=np.uint32(self.seed),
             num_logprobs=np.int32(num_logprobs),
-            salt=np.uint32(0),
+            salt=np.uint32(self.salt),
             priority=np.int32(params.priority),
             group=np.int32(self.group),
             beam_leader=NULL,

@@ -30,6 +30,7 @@ def describe_request(leader: Request, now: float) -> dict[str, Any]:
         "params": _init_fields(leader.params),
         "group": None if leader.group == NULL else leader.group,
         "max_total_tokens": leader.max_total_tokens,
+        "salt": leader.salt,
         "search": None if leader.search is None else _describe_search(leader.search),
         "samples": [_describe_sample(sample, now) for sample in leader.samples],
     }
@@ -56,6 +57,7 @@ def restore_request(
             index=index,
         )
         sample.samples, sample.group = samples, group
+        sample.salt = described["salt"]
         sample.num_cached_tokens = fields["num_cached_tokens"]
         sample.resume(
             fields["output_token_ids"], fields["cumulative_logprob"], fields["finish_reason"]

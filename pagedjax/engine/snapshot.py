@@ -56,7 +56,7 @@ class Loaded:
     requests: list[Request]
     queue: list[Request]
     held: dict[Request, RequestOutput]
-    numbers: dict[str, int]
+    numbers: dict[str, Any]
     extra: dict[str, Any]
 
 
@@ -101,7 +101,7 @@ class Snapshots:
         requests: Sequence[Request],
         queue: Sequence[Request],
         held: Callable[[Request], RequestOutput | None],
-        numbers: Mapping[str, int],
+        numbers: Mapping[str, Any],
         now: float,
         extra: Mapping[str, Any],
     ) -> None:

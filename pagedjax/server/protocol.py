@@ -132,6 +132,7 @@ class _Request(_Strict):
     include_stop_str_in_output: bool | None = None
     request_id: RequestId | None = None
     priority: int | None = None
+    cache_salt: str | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     # OpenAI's that are not implemented
@@ -164,7 +165,9 @@ class _Request(_Strict):
 
     def search_params(self, max_tokens: int | None) -> BeamSearchParams:
         """Parameters of a beam search, as wide as the outputs that are asked for."""
-        given = self._given("ignore_eos temperature length_penalty include_stop_str_in_output")
+        given = self._given(
+            "ignore_eos temperature length_penalty include_stop_str_in_output cache_salt"
+        )
         width = 1 if self.n is None else self.n
         try:
             return BeamSearchParams(beam_width=width, max_tokens=max_tokens, **given)
@@ -180,7 +183,7 @@ class _Request(_Strict):
         """Sampling parameters; what is left out keeps OpenAI's default, which is ours."""
         given = self._given(
             "n temperature top_p seed stop top_k min_p min_tokens ignore_eos stop_token_ids "
-            "skip_special_tokens include_stop_str_in_output priority"
+            "skip_special_tokens include_stop_str_in_output priority cache_salt"
         )
         try:
             return SamplingParams(**given, **more)

@@ -260,6 +260,8 @@ def test_seed(client):
         ({"top_k": 2**31}, 400, "top_k", "top_k"),
         ({"priority": 1}, 400, "priority", "scheduling_policy fcfs"),
         ({"use_beam_search": True, "priority": 1}, 400, "priority", "use_beam_search"),
+        ({"cache_salt": ""}, 400, "cache_salt", "non-empty string"),
+        ({"use_beam_search": True, "cache_salt": ""}, 400, "cache_salt", "non-empty string"),
         ({"messages": []}, 400, "messages", "at least 1"),
         ({"messages": [{"role": "user", "content": "x" * 200}]}, 400, "prompt", "at most 95"),
         (

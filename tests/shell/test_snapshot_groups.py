@@ -158,9 +158,9 @@ def test_files_of_before_are_refused(tmp_path):
     path = tmp_path / "state"
     engine().save(path)
     data = bytearray(path.read_bytes())
-    struct.pack_into("<I", data, 15, 2)
+    struct.pack_into("<I", data, 15, 3)
     path.write_bytes(data)
-    with pytest.raises(ValueError, match="format version 2; this program reads version 3"):
+    with pytest.raises(ValueError, match="format version 3; this program reads version 4"):
         engine().load(path)
 
 
