@@ -16,6 +16,23 @@ hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, deran
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep compiled programs in pytest's cache: most of the time of these tests is compilation, and
+    many compile the same. XLA's key covers the program, the flags and the version.
+
+    `--cache-clear` forgets them, `-p no:cacheprovider` does without.
+    """
+    cache = getattr(config, "cache", None)
+    if cache is None or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    # Before jax is imported, and for the processes that tests start. With a limit JAX locks the
+    # folder for each access, so several processes can share it.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache.mkdir("compiled"))
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2 * 1024**3)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Let go of compiled programs that later tests will not call.
 

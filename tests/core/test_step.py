@@ -171,10 +171,9 @@ def test_paged_engine_equals_dense_model(params):
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"num_tokens": 4},
-        {"num_blocks": 12},
-        {"enable_prefix_caching": False},
-        {"block_size": 1, "num_blocks": 96},
+        {"num_tokens": 4, "num_blocks": 12},
+        {"num_tokens": 4, "enable_prefix_caching": False},
+        {"num_tokens": 4, "block_size": 1, "num_blocks": 96},
     ],
     ids=str,
 )
@@ -228,7 +227,7 @@ def test_seeded_sampling_is_independent_of_everything(params):
     alone = Runner(params)
     alone.add(0, prompt, len(prompt) + 12, **sampled)
     want = alone.finish()[0]
-    crowd = Runner(params, num_tokens=4, num_blocks=14)
+    crowd = Runner(params, num_tokens=4, num_blocks=12)
     for row, other in enumerate(prompts(4, count=4)):
         crowd.add(row, other, min(48, len(other) + 15), temperature=np.float32(1.3))
     crowd.add(5, prompt, len(prompt) + 12, **sampled)
@@ -276,7 +275,13 @@ def test_scan_over_the_whole_step(params):
 
 
 @pytest.mark.parametrize(
-    ("form", "num_tokens"), [("step", 1), ("step", 16), ("run", 2), ("scan", 2)]
+    ("form", "num_tokens"),
+    [
+        pytest.param("step", 1, marks=pytest.mark.slow),
+        ("step", 16),
+        ("run", 2),
+        pytest.param("scan", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_donated_pool_is_never_copied(params, form, num_tokens):
     """From the compiled program: the pools are aliased to the outputs, temporary memory is far
@@ -293,6 +298,7 @@ def test_a_donated_pool_is_never_copied(params, form, num_tokens):
     assert not copies
 
 
+@pytest.mark.slow
 def test_undonated_use_would_be_seen(params):
     """The test above can fail: without donation nothing is aliased."""
     config = make_config(num_blocks=4096)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.real_model, pytest.mark.slow, pytest.mark.timeout(3600
 NUM_LINES, NUM_OUTPUTS = 8, 24
 
 
-def make_llm(gguf, *, chunk, num_blocks=400):
+def make_llm(gguf, *, chunk, num_blocks=400, **settings):
     config = EngineConfig(
         dtype="float32",
         kv_cache_dtype="float32",
@@ -26,6 +26,7 @@ def make_llm(gguf, *, chunk, num_blocks=400):
         max_logprobs=5,
         watermark=0.0,
         compilation_cache_dir="off",
+        **settings,
     )
     return LLM(engine=build_engine(gguf, config, progress=False, warm_up=False))
 
@@ -61,10 +62,20 @@ def test_bits_do_not_depend_on_how_it_is_served(smollm2_gguf, golden):
         expected[i] = serve(llm, lines, [i])[i]
     rng = np.random.default_rng(0)
     assert serve(llm, lines, order) == expected  # from the cache
-    preemptions = 0
-    for chunk, num_blocks in ((64, need), (64, longest + 2), (7, need // 2), (1, 400)):
-        llm = make_llm(smollm2_gguf, chunk=chunk, num_blocks=max(num_blocks, longest + 2))
+    swap = {"preemption_mode": "swap", "num_host_blocks": need}
+    preemptions = swaps = 0
+    for chunk, num_blocks, settings in (
+        (64, need, {}),
+        (64, longest + 2, {}),
+        (64, longest + 2, swap),
+        (7, need // 2, {}),
+        (1, 400, {}),
+    ):
+        num_blocks = max(num_blocks, longest + 2)
+        llm = make_llm(smollm2_gguf, chunk=chunk, num_blocks=num_blocks, **settings)
         for _ in range(2):  # cold, then warm
-            assert serve(llm, lines, rng.permutation(order).tolist()) == expected, chunk
+            got = serve(llm, lines, rng.permutation(order).tolist())
+            assert got == expected, (chunk, num_blocks, settings)
         preemptions += llm.engine.stats().preemptions
-    assert preemptions > 0
+        swaps += llm.engine.stats().swaps_out
+    assert preemptions > swaps > 0

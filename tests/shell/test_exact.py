@@ -114,10 +114,13 @@ def test_in_other_chunks_and_preempted(expected):
 
 
 @pytest.mark.slow
-def test_in_whole_prompts_and_preempted(expected):
-    engine = make_engine(num_blocks=21, watermark=0.0, enable_prefix_caching=False)
+@pytest.mark.parametrize("settings", [{}, {"preemption_mode": "swap", "num_host_blocks": 40}])
+def test_in_whole_prompts_and_preempted(expected, settings):
+    engine = make_engine(num_blocks=21, watermark=0.0, enable_prefix_caching=False, **settings)
     assert serve(engine, EVERYONE) == expected
-    assert engine.stats().preemptions > 0
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert (stats.swaps_out == stats.preemptions) == bool(settings)
 
 
 @pytest.mark.slow
