@@ -158,6 +158,7 @@ def test_tuning_teaches_the_targets_and_touches_only_the_prefix(params, prefix):
         assert right == [len(target) * wanted for target in targets]
 
 
+@pytest.mark.slow
 def test_the_prefix_of_a_text_is_what_the_text_would_be(params):
     """Generating after a prefix made of tokens is generating after those tokens."""
     text = [5, 9, 2, 14, 3, 3, 8, 1]

@@ -21,7 +21,7 @@ SIZES = {
     "max_logprobs": 16,
     "max_beam_width": 8,
     "num_blocks": 64,
-    "token_buckets": (8, 16),
+    "token_buckets": (16,),
 }
 
 
@@ -263,3 +263,10 @@ def test_over_http(engine):
             assert caught.value.param == param
         with pytest.raises(openai.BadRequestError, match="length_penalty needs use_beam_search"):
             client.completions.create(prompt=PROMPT, extra_body={"length_penalty": 2.0}, **ask)
+
+
+def test_a_search_has_a_cache_salt(engine):
+    for salt, known in ((None, False), ("red", False), ("red", True), (None, True)):
+        search = BeamSearchParams(beam_width=2, max_tokens=2, cache_salt=salt)
+        output = run(engine, [("a", "asked under several salts", search)])["a"]
+        assert (output.num_cached_tokens > 0) == known

@@ -16,6 +16,9 @@ from pagedjax.models.params import init_params
 from pagedjax.sampling_params import SamplingParams
 from tests.shell.tiny import MODEL, SETTINGS, ByteTokenizer, drain
 
+# Bits must be those of the code that people run.
+pytestmark = pytest.mark.optimized
+
 # Sizes at which the library's kernels have full and partial tiles, and roundings that show.
 CONFIG = replace(
     MODEL.config,
@@ -31,7 +34,7 @@ BASE = SETTINGS | {
     "max_num_seqs": 8,
     "num_rows": 16,
     "max_num_batched_tokens": 64,
-    "token_buckets": (8, 64),
+    "token_buckets": (64,),
 }
 SHARED = "what every one of them begins with, at some length, "
 REQUESTS = [
@@ -103,7 +106,7 @@ def test_among_others_in_another_order_and_from_the_cache(engine, expected):
 def test_in_other_chunks_and_preempted(expected):
     engine = make_engine(
         max_num_batched_tokens=7,
-        token_buckets=(1, 7),
+        token_buckets=(7,),
         max_num_seqs=5,
         num_blocks=21,
         watermark=0.0,

@@ -31,14 +31,6 @@ def test_output_is_the_same_under_any_salt(engine):
     assert len({tuple(output.outputs[0].token_ids) for output in got.values()}) == 1
 
 
-def test_a_search_has_one_too():
-    engine = make_engine(max_beam_width=2)
-    for salt, known in ((None, False), ("red", False), ("red", True), (None, True)):
-        params = BeamSearchParams(beam_width=2, max_tokens=2, cache_salt=salt)
-        output = run(engine, [("a", PROMPT, params)])["a"]
-        assert (output.num_cached_tokens > 0) == known
-
-
 def test_snapshots_know_it(tmp_path):
     first = make_engine()
     for salt in ("red", "blue"):
