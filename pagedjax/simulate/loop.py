@@ -86,6 +86,7 @@ def prepare(trace: Trace, limits: Limits, *, config: SimulationConfig) -> Arriva
             seed=0,
             num_logprobs=-1,
             salt=0,
+            priority=trace.priority[index],
         )
         tokens = prompt_tokens(trace, index, config=config)
         state = add_request(init_scheduler(sizes), 0, tokens, prompt, params, config=sizes)

@@ -56,6 +56,7 @@ class Trace:
     num_output_tokens: jax.Array  #: how many it produces, at least 1
     prefix_group: jax.Array  #: requests of one group begin with the same tokens
     num_prefix_tokens: jax.Array  #: with how many of them; 0 shares with nobody
+    priority: jax.Array  #: lower is more urgent, where a policy goes by it
 
 
 @pytree
@@ -72,6 +73,7 @@ def make_trace(
     num_output_tokens: Sequence[int],
     prefix_group: Sequence[int] | None = None,
     num_prefix_tokens: Sequence[int] | None = None,
+    priority: Sequence[int] | None = None,
     *,
     size: int | None = None,
 ) -> Trace:
@@ -86,6 +88,7 @@ def make_trace(
         "num_output_tokens": (num_output_tokens, 1),
         "prefix_group": (zeros if prefix_group is None else prefix_group, 0),
         "num_prefix_tokens": (zeros if num_prefix_tokens is None else num_prefix_tokens, 0),
+        "priority": (zeros if priority is None else priority, -(1 << 30)),
     }
     count = len(arrival_step)
     size = count if size is None else size
@@ -99,7 +102,7 @@ def make_trace(
         if array.size and not least <= array.min() <= array.max() < 1 << 30:
             bad = array[(array < least) | (array >= 1 << 30)][0]
             raise ValueError(f"{name} must be from {least} to {(1 << 30) - 1} (got {bad})")
-        padding = NEVER if name == "arrival_step" else least
+        padding = {"arrival_step": NEVER, "priority": 0}.get(name, least)
         padded = np.full(size, padding, np.int32)
         padded[:count] = array
         arrays[name] = jnp.asarray(padded)

@@ -313,6 +313,18 @@ def test_figures_worked_out_by_hand():
     assert float(metrics.pool_utilisation) == pytest.approx((4 + 5 + 6 + 8) / 4 / 11)
 
 
+def test_the_urgent_start_first_where_the_policy_goes_by_it():
+    """Three that arrive together, one at a time, each one token of prompt and two of output."""
+    trace = make_trace([0] * 3, [1] * 3, [2] * 3, priority=[5, -7, 0], size=3)
+    for policy, starts in (("fcfs", [0, 2, 4]), ("priority", [4, 0, 2])):
+        scheduler = dataclasses.replace(
+            CONFIG.scheduler, max_num_seqs=1, scheduling_policy=policy, use_cond=False
+        )
+        config = dataclasses.replace(CONFIG, scheduler=scheduler, num_steps=8)
+        result = jax.jit(partial(simulate, config=config))(trace, make_limits(scheduler))
+        assert result.requests.admission_step.tolist() == starts, policy
+
+
 def test_arrivals_beyond_the_rows_wait_outside():
     """Ten at once, three may enter in a step, into four rows."""
     trace = make_trace([0] * 10, [4] * 10, [8] * 10, size=NUM_REQUESTS)
