@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""What pool size, block size and prefix sharing do to a scheduler, without a model.
+"""What pool size, block size, prefix sharing and policies do to a scheduler, without a model.
 
     python scripts/simulate.py                      # curves, to simulation.png and simulation.svg
     python scripts/simulate.py --rate 0.3 --num-rows 64
     python scripts/simulate.py --bench              # how fast it simulates, on one core
 
-All pool sizes and traces of a curve are one `jax.vmap`; a curve is one compilation.
+All pool sizes, policies and traces of a set of curves are one `jax.vmap` and one compilation.
 """
 
 import dataclasses
@@ -19,6 +19,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import tyro
+from figure_files import save
+
+POLICIES = {
+    "first come, newest steps back": ("fcfs", "newest"),
+    "first come, longest output steps back": ("fcfs", "most_tokens"),
+    "longest cached prefix first": ("longest_prefix", "newest"),
+    "most urgent third first": ("priority", "lowest_priority"),
+}
+"""Scheduling and preemption policy, by what a curve is called."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +50,7 @@ class Args:
     """Block sizes to compare. Sharing is compared at --block-size."""
 
     block_size: int = 16
-    """Block size of the comparison of prefix sharing."""
+    """Block size of the comparisons of prefix sharing and of policies."""
 
     num_rows: int = 32
     """Rows of the request table, and most sequences at once."""
@@ -90,6 +99,7 @@ def random_trace(rng, *, rate, num_steps, prompt, output, prefix, groups, size):
         rng.integers(output[0], output[1] + 1, count),
         rng.integers(0, groups, count),
         np.full(count, prefix),
+        rng.integers(0, 3, count),
         size=size,
     )
 
@@ -118,23 +128,24 @@ def draw_traces(args: Args):
     return jax.tree.map(lambda *x: jnp.stack(x), *traces)
 
 
-def curve(args: Args, traces, *, block_size: int, sharing: bool) -> dict[str, list[float]]:
-    """One curve: each figure at each pool size. Pools and traces are two axes of one `vmap`."""
+def simulated(
+    args: Args, traces, *, block_size: int, sharing: bool, policies=(("fcfs", "newest"),)
+) -> list[dict[str, list[float]]]:
+    """For each pair of policies, each figure at each pool size. Policies, pools and traces are
+    three axes of one `vmap`."""
     import jax
     import jax.numpy as jnp
 
     from pagedjax.core.config import SchedulerConfig
-    from pagedjax.simulate import Limits, SimulationConfig, measure, simulate
+    from pagedjax.simulate import SimulationConfig, make_limits, measure, simulate
 
-    most = max(args.pool_tokens) // block_size
-    longest = args.prefix + args.prompt[1] + args.output[1]
     config = SimulationConfig(
         scheduler=SchedulerConfig(
             num_rows=args.num_rows,
             max_num_seqs=args.num_rows,
-            num_blocks=most,
+            num_blocks=max(args.pool_tokens) // block_size,
             block_size=block_size,
-            max_model_len=longest,
+            max_model_len=args.prefix + args.prompt[1] + args.output[1],
             max_num_batched_tokens=args.num_tokens,
             max_logprobs=0,
             max_stop_token_ids=1,
@@ -146,24 +157,38 @@ def curve(args: Args, traces, *, block_size: int, sharing: bool) -> dict[str, li
         ),
         num_tokens=args.num_tokens,
         num_steps=args.num_steps,
+        scheduling_policies=tuple(scheduling for scheduling, _ in policies),
+        preemption_policies=tuple(preemption for _, preemption in policies),
     )
+    all_limits = make_limits(config.scheduler)
 
-    def point(trace, num_blocks):
-        limits = Limits(num_blocks=num_blocks, num_rows=jnp.int32(args.num_rows))
-        result = simulate(trace, limits, config=config)
-        return measure(trace, limits, result)
+    def point(trace, num_blocks, which):
+        limits = dataclasses.replace(
+            all_limits, num_blocks=num_blocks, scheduling_policy=which, preemption_policy=which
+        )
+        return measure(trace, limits, simulate(trace, limits, config=config))
 
     pools = jnp.array([tokens // block_size for tokens in args.pool_tokens], jnp.int32)
-    every = jax.vmap(jax.vmap(point, (0, None)), (None, 0))
+    every = jax.vmap(point, (0, None, None))
+    every = jax.vmap(jax.vmap(every, (None, 0, None)), (None, None, 0))
     start = time.perf_counter()
-    metrics = jax.block_until_ready(jax.jit(every)(traces, pools))
+    which = jnp.arange(len(policies), dtype=jnp.int32)
+    metrics = jax.block_until_ready(jax.jit(every)(traces, pools, which))
     seconds = time.perf_counter() - start
-    steps = len(args.pool_tokens) * args.traces * args.num_steps
+    count = len(policies) * len(pools) * args.traces
     print(
-        f"block size {block_size:>3}, sharing {'on ' if sharing else 'off'}: {steps} steps of "
-        f"{len(args.pool_tokens) * args.traces} schedulers in {seconds:.1f} s, compiled and run",
+        f"block size {block_size:>3}, sharing {'on ' if sharing else 'off'}: "
+        f"{count * args.num_steps} steps of {count} schedulers in {seconds:.1f} s, compiled and run",
         flush=True,
     )
+    return [
+        _figures(args, traces, jax.tree.map(lambda x, i=i: np.asarray(x[i]), metrics))
+        for i in range(len(policies))
+    ]
+
+
+def _figures(args: Args, traces, metrics) -> dict[str, list[float]]:
+    """Means over the traces of metrics with axes [pools, traces, ...]."""
     # Who still waits at the end has waited at least so long; padding counts for nothing.
     arrival = np.broadcast_to(np.asarray(traces.arrival_step), metrics.queueing.shape)
     first = np.asarray(metrics.time_to_first_token, float)
@@ -175,7 +200,7 @@ def curve(args: Args, traces, *, block_size: int, sharing: bool) -> dict[str, li
         "time_to_first_token": np.nanmedian(first, (1, 2)).tolist(),
         "utilisation": np.nanmean(metrics.pool_utilisation, 1).tolist(),
         "hit_rate": np.nanmean(metrics.hit_rate, 1).tolist(),
-        "served": (np.asarray(metrics.num_finished).sum(1) / arrived).tolist(),
+        "served": (metrics.num_finished.sum(1) / arrived).tolist(),
     }
 
 
@@ -191,7 +216,7 @@ def draw(args: Args, rows: dict[str, dict[str, dict]]) -> None:
     from matplotlib.figure import Figure  # needs no display
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    figure = Figure(figsize=(12, 7), layout="constrained")
+    figure = Figure(figsize=(12, 10), layout="constrained")
     panels = figure.subplots(len(rows), len(PANELS), sharex=True, squeeze=False)
     for line, (title, curves) in zip(panels, rows.items(), strict=True):
         for axes, (name, label) in zip(line, PANELS, strict=True):
@@ -206,7 +231,7 @@ def draw(args: Args, rows: dict[str, dict[str, dict]]) -> None:
                 axes.set_ylim(0, 1)
             axes.grid(alpha=0.3)
         line[0].set_title(title, loc="left", fontweight="bold")
-        line[0].legend()
+        line[-1].legend(loc="lower left")
     ticks = args.pool_tokens[:: 1 if len(args.pool_tokens) < 7 else 2]
     for axes in panels[-1]:
         axes.set(xlabel="pool size, tokens", xticks=ticks, xticklabels=[f"{t:,}" for t in ticks])
@@ -215,13 +240,10 @@ def draw(args: Args, rows: dict[str, dict[str, dict]]) -> None:
     figure.suptitle(
         f"{args.num_rows} rows, {args.rate} requests a step, prompts of {args.prefix} shared and "
         f"{args.prompt[0]} to {args.prompt[1]} own tokens, {args.output[0]} to {args.output[1]} "
-        f"output tokens; sharing compared at block size {args.block_size}",
+        f"output tokens; sharing and policies compared at block size {args.block_size}",
         fontsize=10,
     )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.out, dpi=120)
-    figure.savefig(args.out.with_suffix(".svg"), metadata={"Date": None})
-    print(f"wrote {args.out} and {args.out.with_suffix('.svg')}")
+    print("wrote", " and ".join(map(str, save(figure, args.out))))
 
 
 def main() -> int:
@@ -244,7 +266,7 @@ def curves(args: Args) -> dict:
     """Simulate, draw, and return the figures."""
     traces = draw_traces(args)
     sharing = {
-        label: curve(args, traces, block_size=args.block_size, sharing=on)
+        label: simulated(args, traces, block_size=args.block_size, sharing=on)[0]
         for label, on in (("shared prefixes", True), ("nothing shared", False))
     }
     blocks = {}
@@ -253,9 +275,15 @@ def curves(args: Args) -> dict:
         blocks[f"block size {size}"] = (
             sharing["shared prefixes"]
             if known
-            else curve(args, traces, block_size=size, sharing=True)
+            else simulated(args, traces, block_size=size, sharing=True)[0]
         )
-    rows = {"prefix sharing": sharing, "block size": blocks}
+    pairs = tuple(POLICIES.values())
+    by_policy = simulated(args, traces, block_size=args.block_size, sharing=True, policies=pairs)
+    rows = {
+        "prefix sharing": sharing,
+        "block size": blocks,
+        "policies": dict(zip(POLICIES, by_policy, strict=True)),
+    }
     draw(args, rows)
     return {"pool_tokens": args.pool_tokens, **rows}
 

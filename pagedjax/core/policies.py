@@ -14,6 +14,8 @@ says nothing else. What must hold under every policy is not left to it:
 A row's key decides only among rows of the same standing; equal keys go by arrival.
 """
 
+from collections.abc import Callable, Sequence
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -95,6 +97,26 @@ _SCHEDULING = {
     "longest_prefix": longest_prefix,
 }
 _PREEMPTION = {"newest": newest, "most_tokens": most_tokens, "lowest_priority": priority}
+
+
+def one_of(policies: Sequence[str | Callable], which) -> Callable:
+    """A policy that is one of several, by a number that may be traced: `jax.vmap` over policies.
+
+    The keys of all of them are computed. Not for `round_robin`, which is more than its keys.
+
+    Args:
+      policies: names of either kind, or functions.
+      which: [] int32, index into `policies`.
+    """
+    if "round_robin" in policies:
+        raise ValueError(f"round_robin cannot be one of several policies, got {tuple(policies)}")
+    known = _SCHEDULING | _PREEMPTION
+    functions = [known.get(policy, policy) for policy in policies]
+
+    def policy(state: SchedulerState, config: SchedulerConfig):
+        return jnp.stack([_keys(each, config, state) for each in functions])[which]
+
+    return policy
 
 
 def rank_rows(config: SchedulerConfig, state: SchedulerState, held_back):

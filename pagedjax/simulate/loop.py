@@ -26,7 +26,7 @@ from pagedjax.core.state import (
 )
 from pagedjax.sampling import Sampled
 from pagedjax.simulate.result import NOT_YET, Requests, Result, Steps
-from pagedjax.simulate.trace import NEVER, Limits, SimulationConfig, Trace
+from pagedjax.simulate.trace import NEVER, Limits, SimulationConfig, Trace, with_policies
 
 
 @pytree
@@ -236,13 +236,15 @@ def simulate(trace: Trace, limits: Limits, *, config: SimulationConfig) -> Resul
     """Run the scheduler over a trace, `config.num_steps` steps in one `lax.scan`.
 
     Every value of `trace` and `limits` is an array: `jax.vmap` over any of them, both or one field.
-    What is static fixes shapes; the block size is, so loop over block sizes outside.
+    What is static fixes shapes; the block size is, so loop over block sizes outside. Policies are
+    chosen by the limits if the configuration has several.
 
     Returns:
       `Result`: an array for each field of `Requests` ([Q]) and of `Steps` ([num_steps]).
     """
     trace, limits = jax.tree.map(jnp.asarray, (trace, limits))
     arrivals = prepare(trace, limits, config=config)
+    config = with_policies(config, limits)
 
     def body(sim, _):
         preempted = sim.scheduler.counters.num_preemptions

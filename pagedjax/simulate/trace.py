@@ -1,13 +1,14 @@
 """What a simulation is given: sizes, a trace of arrivals, limits."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedjax.core.config import SchedulerConfig
+from pagedjax.core.config import PREEMPTION_POLICIES, SCHEDULING_POLICIES, SchedulerConfig
+from pagedjax.core.policies import one_of
 from pagedjax.core.pytree import pytree
 from pagedjax.core.state import NULL
 
@@ -26,6 +27,9 @@ class SimulationConfig:
       num_steps: steps to take.
       max_entries: E, most requests that enter the table in one step; the rest wait outside.
       vocab_size: tokens are below it.
+      scheduling_policies: the policies among which `Limits.scheduling_policy` chooses, by names or
+        functions, so that one compilation has several; empty: the scheduler's own. `round_robin` is
+        the scheduler's own or none. preemption_policies: likewise.
     """
 
     scheduler: SchedulerConfig
@@ -33,6 +37,8 @@ class SimulationConfig:
     num_steps: int
     max_entries: int = 8
     vocab_size: int = 1 << 20
+    scheduling_policies: tuple[str | Callable, ...] = ()
+    preemption_policies: tuple[str | Callable, ...] = ()
 
     def __post_init__(self):
         for name in ("num_tokens", "num_steps", "max_entries", "vocab_size"):
@@ -40,6 +46,17 @@ class SimulationConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.vocab_size > 1 << 30:
             raise ValueError(f"vocab_size must be at most 2**30, got {self.vocab_size}")
+        for kind, known in (
+            ("scheduling", SCHEDULING_POLICIES),
+            ("preemption", PREEMPTION_POLICIES),
+        ):
+            known = [name for name in known if name != "round_robin"]
+            for policy in getattr(self, f"{kind}_policies"):
+                if not callable(policy) and policy not in known:
+                    raise ValueError(
+                        f"{kind}_policies must hold functions or names of {', '.join(known)}, got "
+                        f"{policy!r}"
+                    )
         if self.num_tokens > self.scheduler.max_num_batched_tokens:
             raise ValueError(
                 f"num_tokens must be at most max_num_batched_tokens "
@@ -65,6 +82,8 @@ class Limits:
 
     num_blocks: jax.Array  #: blocks of the pool, at most `config.num_blocks`
     num_rows: jax.Array  #: rows of the request table, at most `config.num_rows`
+    scheduling_policy: jax.Array | int = 0  #: index into `SimulationConfig.scheduling_policies`
+    preemption_policy: jax.Array | int = 0  #: index into `SimulationConfig.preemption_policies`
 
 
 def make_trace(
@@ -126,3 +145,21 @@ def make_limits(
             raise ValueError(f"{name} must be from 1 to {most}, config.{name} (got {value})")
         values[name] = jnp.asarray(value, jnp.int32)
     return Limits(**values)
+
+
+def with_policies(config: SimulationConfig, limits: Limits) -> SimulationConfig:
+    """The configuration with the scheduler's policies being those that the limits choose.
+
+    It holds traced values if the limits do: make it inside of what is traced.
+    """
+    chosen = {
+        name: one_of(policies, getattr(limits, name))
+        for name, policies in (
+            ("scheduling_policy", config.scheduling_policies),
+            ("preemption_policy", config.preemption_policies),
+        )
+        if policies
+    }
+    if not chosen:
+        return config
+    return dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, **chosen))

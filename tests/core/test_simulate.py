@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.execute import StepConfig
 from pagedjax.core.invariants import assert_invariants, check_invariants
+from pagedjax.core.policies import newest
 from pagedjax.core.requests import add_request
 from pagedjax.core.state import Status
 from pagedjax.core.step import init_state, step
@@ -325,6 +326,39 @@ def test_the_urgent_start_first_where_the_policy_goes_by_it():
         assert result.requests.admission_step.tolist() == starts, policy
 
 
+def test_vmap_over_policies_equals_each_alone():
+    """Six pairs of policies at once, beside three of them as the scheduler's own."""
+    scheduling, preemption = ("fcfs", "priority", "longest_prefix"), (newest, "most_tokens")
+    config = make_config(num_steps=80, num_blocks=14, use_cond=False)
+    several = dataclasses.replace(
+        config, scheduling_policies=scheduling, preemption_policies=preemption
+    )
+    trace = random_trace(4, rate=2.0)
+    urgency = jnp.arange(NUM_REQUESTS, dtype=jnp.int32) * 5 % 7
+    trace = dataclasses.replace(trace, priority=urgency)
+
+    def one(which):
+        limits = dataclasses.replace(
+            make_limits(config.scheduler),
+            scheduling_policy=which // len(preemption),
+            preemption_policy=which % len(preemption),
+        )
+        return simulate(trace, limits, config=several)
+
+    all_results = jax.jit(jax.vmap(one))(jnp.arange(6))
+    for which in (0, 3, 4):
+        scheduler = dataclasses.replace(
+            config.scheduler,
+            scheduling_policy=scheduling[which // 2],
+            preemption_policy=preemption[which % 2],
+        )
+        alone = jax.jit(partial(simulate, config=dataclasses.replace(config, scheduler=scheduler)))
+        result = alone(trace, make_limits(scheduler))
+        jax.tree.map(np.testing.assert_array_equal, at(all_results, which), result)
+    finished = np.asarray(all_results.requests.finish_step)
+    assert len({tuple(x) for x in finished.tolist()}) == 6, "no two policies do the same"
+
+
 def test_arrivals_beyond_the_rows_wait_outside():
     """Ten at once, three may enter in a step, into four rows."""
     trace = make_trace([0] * 10, [4] * 10, [8] * 10, size=NUM_REQUESTS)
@@ -415,6 +449,10 @@ def test_padding_never_arrives():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (
+            lambda: dataclasses.replace(CONFIG, scheduling_policies=("round_robin",)),
+            "scheduling_policies must hold functions or names of fcfs, priority, longest_prefix",
+        ),
         (lambda: make_trace([0, 1], [1], [1, 1]), r"num_prompt_tokens must have shape \(2,\)"),
         (lambda: make_trace([3, 1], [1, 1], [1, 1]), "arrival_step must never fall"),
         (lambda: make_trace([0], [0], [1]), r"num_prompt_tokens must be from 1 .*got 0"),
