@@ -178,7 +178,8 @@ def simulated(
     count = len(policies) * len(pools) * args.traces
     print(
         f"block size {block_size:>3}, sharing {'on ' if sharing else 'off'}: "
-        f"{count * args.num_steps} steps of {count} schedulers in {seconds:.1f} s, compiled and run",
+        f"{count * args.num_steps} steps of {count} schedulers in {seconds:.1f} s, "
+        "compiled and run",
         flush=True,
     )
     return [
@@ -231,7 +232,7 @@ def draw(args: Args, rows: dict[str, dict[str, dict]]) -> None:
                 axes.set_ylim(0, 1)
             axes.grid(alpha=0.3)
         line[0].set_title(title, loc="left", fontweight="bold")
-        line[-1].legend(loc="lower left")
+        line[-1].legend(loc="lower left", fontsize="small")
     ticks = args.pool_tokens[:: 1 if len(args.pool_tokens) < 7 else 2]
     for axes in panels[-1]:
         axes.set(xlabel="pool size, tokens", xticks=ticks, xticklabels=[f"{t:,}" for t in ticks])
