@@ -16,13 +16,8 @@ NEAR_TIE = 1e-3
 MODES = {
     "recompute": {"preemption_mode": "recompute"},
     "swap": {"preemption_mode": "swap", "num_host_blocks": 400},
-    # At this price a row with a longer context is swapped and a short one computed again.
-    "auto": {
-        "preemption_mode": "auto",
-        "num_host_blocks": 60,
-        "swap_gib_per_s": 8.0,
-        "recompute_tokens_per_s": 180_000.0,
-    },
+    # Swapping is far cheaper, but there is room for two or three requests on the host.
+    "auto": {"preemption_mode": "auto", "num_host_blocks": 20},
 }
 
 
