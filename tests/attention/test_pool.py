@@ -15,6 +15,7 @@ from pallas_kernels import (
     copy_blocks,
     init_pool,
     make_metadata,
+    move_blocks,
     paged_attention,
     write_kv,
 )
@@ -66,6 +67,36 @@ def test_copy_blocks(implementation, dtype):
     nothing = np.full(9, NULL, np.int32)
     for before, after in zip(pools, copy(*pools, nothing, nothing), strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", [None, "reference", "xla"])
+def test_move_blocks(implementation, dtype):
+    """The first three of five, into a pool of another size; the rest of it stays."""
+    move = jax.jit(functools.partial(move_blocks, implementation=implementation))
+    source, target = random_pools(dtype)[0], random_pools(dtype, num_blocks=5)[1]
+    src, dst = np.array([7, 11, 0, 3, NULL], np.int32), np.array([4, 0, 2, 1, NULL], np.int32)
+    for count in (0, 3):
+        got, moved = move(source, target, src, dst, np.int32(count))
+        expected = np.array(target)
+        expected[:, dst[:count]] = np.asarray(source)[:, src[:count]]
+        np.testing.assert_array_equal(got, expected)
+        assert moved == count
+
+
+def test_move_blocks_refuses_what_it_has_not():
+    source, target = random_pools("float32")[0], random_pools("float32", num_blocks=5)[0]
+    ids, count = np.zeros(2, np.int32), np.int32(0)
+    with pytest.raises(NotImplementedError, match=r"move_blocks: .* implementation 'pallas'"):
+        move_blocks(source, target, ids, ids, count, implementation="pallas")
+    with pytest.raises(ValueError, match="'triton'"):
+        move_blocks(source, target, ids, ids, count, implementation="triton")
+    with pytest.raises(ValueError, match="number of blocks only"):
+        move_blocks(source, target[:1], ids, ids, count)
+    with pytest.raises(ValueError, match="number of blocks only"):
+        move_blocks(source, target.astype(jnp.bfloat16), ids, ids, count)
+    with pytest.raises(ValueError, match="src"):
+        move_blocks(source, target, ids, ids[:1], count)
 
 
 def test_block_bytes():
