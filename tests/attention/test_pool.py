@@ -33,7 +33,7 @@ def random_pools(dtype, num_blocks=12):
     ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_write_kv(implementation, dtype):
     pools = random_pools(dtype)
@@ -45,12 +45,12 @@ def test_write_kv(implementation, dtype):
         expected = np.array(before)
         number = np.asarray(new.astype(dtype))
         for t in (0, 2, 4, 6):
-            value = number[t] if dtype == "float32" else number[t].view(np.uint16)
+            value = number[t].view(np.uint16) if dtype == "bfloat16" else number[t]
             expected[1, slots[t] // B, slots[t] % B] = value
         np.testing.assert_array_equal(expected, after)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_copy_blocks(implementation, dtype):
     copy = jax.jit(functools.partial(copy_blocks, implementation=implementation))
@@ -69,7 +69,7 @@ def test_copy_blocks(implementation, dtype):
         np.testing.assert_array_equal(before, after)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", [None, "reference", "xla"])
 def test_move_blocks(implementation, dtype):
     """The first three of five, into a pool of another size; the rest of it stays."""
@@ -157,7 +157,7 @@ def chain_arguments(dtype):
     return (k_pool, v_pool, q, kv, *map(jnp.asarray, arrays))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("chain", [forward, scanned, repeated])
 def test_chain_does_not_copy_the_pool(chain, dtype):
     arguments = chain_arguments(dtype)
@@ -168,7 +168,7 @@ def test_chain_does_not_copy_the_pool(chain, dtype):
     assert memory.temp_size_in_bytes < pool.nbytes / 2
     # Nor is the pool converted or copied into another buffer: what has its shape is passed on or
     # updated in place.
-    kind = {"float32": "f32", "bfloat16": "u16"}[dtype]
+    kind = {"float32": "f32", "bfloat16": "u16", "float16": "f16"}[dtype]
     for shape in (f"{L},{N},{B},{K},{D}", f"{L * N},{B},{K},{D}", f"{L * N * B},{K},{D}"):
         text = executable.as_text()
         assert not re.search(rf"= {kind}\[{shape}\]\S* (copy|transpose|convert)\(", text)
