@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+CacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "xla", "pallas", "reference"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 SCHEDULING_POLICIES = ("fcfs", "priority", "round_robin", "longest_prefix")
@@ -36,10 +37,12 @@ class EngineConfig:
 
     dtype: Dtype = "auto"
     """Type of weights and activations. auto: bfloat16 on a GPU and on CPUs with bfloat16 matrix
-    instructions (AMX, AVX-512), float32 on others. Products accumulate in float32 either way."""
+    instructions (AMX, AVX-512), float32 on others. Products accumulate in float32 either way.
+    There is no float16 here: GPUs multiply bfloat16 as fast, CPUs would convert it every time."""
 
-    kv_cache_dtype: Dtype = "auto"
-    """Type of the KV pool. auto: the same as dtype."""
+    kv_cache_dtype: CacheDtype = "auto"
+    """Type of the KV pool. auto: the same as dtype. float16 has 3 bits more than bfloat16 in the
+    same memory, but numbers above 65,504 become infinite, and such a request ends with an error."""
 
     attention: Attention = "auto"
     """Implementation of paged attention. auto: the best one that the platform has."""

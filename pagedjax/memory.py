@@ -15,7 +15,7 @@ GIB = 1 << 30
 ACCELERATOR_FRACTION = 0.9
 CPU_FRACTION = 0.5
 CPU_MAX_POOL_BYTES = 4 * GIB
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class ModelShape(Protocol):

@@ -137,7 +137,6 @@ def plan_pool(
             f"(got {weights_bytes})"
         )
     config = EngineConfig(
-        dtype=dtype,
         kv_cache_dtype=dtype,
         block_size=block_size,
         memory_fraction=memory_fraction,

@@ -6,8 +6,12 @@ Imports only jax, so the folder can be used on its own. Each operation is one fo
 lies in memory.
 """
 
-from pallas_kernels.block_copy.api import copy_blocks, gather_blocks, scatter_blocks
-from pallas_kernels.block_copy.host import move_blocks
+from pallas_kernels.block_copy.api import (
+    copy_blocks,
+    gather_blocks,
+    move_blocks,
+    scatter_blocks,
+)
 from pallas_kernels.kv_write.api import write_kv
 from pallas_kernels.paged_attention.api import make_metadata, paged_attention
 from pallas_kernels.pool import NULL, block_bytes, init_pool, pool_shape

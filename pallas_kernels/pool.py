@@ -16,6 +16,10 @@ from jax import lax
 NULL = 2**31 - 1
 """The only sentinel for block ids and slots: out of range in every pool. Never -1, which wraps."""
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""Number types of a pool. float16 has 3 bits more than bfloat16, and ends at 65,504: what is larger
+is written as infinity."""
+
 
 def pool_shape(
     num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
@@ -32,10 +36,10 @@ def block_bytes(
 
 
 def storage_dtype(dtype: jax.typing.DTypeLike, platform: str | None = None) -> jnp.dtype:
-    """The array type that holds a pool of ``dtype`` (float32 or bfloat16) on ``platform``."""
+    """The array type that holds a pool of ``dtype`` (one of ``DTYPES``) on ``platform``."""
     dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
-        raise ValueError(f"dtype of a KV pool is {dtype}; it must be float32 or bfloat16")
+    if dtype.name not in DTYPES:
+        raise ValueError(f"dtype of a KV pool is {dtype}; it must be one of {', '.join(DTYPES)}")
     if dtype == jnp.bfloat16 and (platform or jax.default_backend()) == "cpu":
         return jnp.dtype(jnp.uint16)
     return dtype
@@ -51,7 +55,7 @@ def init_pool(
     *,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Two zeroed pools (keys, values); ``dtype`` is float32 or bfloat16.
+    """Two zeroed pools (keys, values); ``dtype`` is one of ``DTYPES``.
 
     ``platform`` is the platform that will use them (default: jax's default backend). On the CPU
     a bfloat16 pool comes back as ``uint16`` bits.

@@ -137,7 +137,7 @@ def best(functions: list[Callable], arguments: tuple, repeats: int) -> list[floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.default_backend()}, {args.dtype} pool; ms a layer")

@@ -167,6 +167,8 @@ def describe_run(args: argparse.Namespace, core: lockstep.Core, interpreted: boo
 
 def compare(args: argparse.Namespace, interpreted: bool) -> dict[str, Any]:
     """Everything, as plain data."""
+    if args.aot:
+        aot.check()
     model = workload.load(args.model, dtype=args.dtype, seed=args.seed, text=ROOT / "README.md")
     sizes = workload.Sizes(
         block_size=args.block_size,
@@ -180,6 +182,10 @@ def compare(args: argparse.Namespace, interpreted: bool) -> dict[str, Any]:
     configs = {
         name: workload.step_config(model.config, requests, sizes, attention=name) for name in NAMES
     }
+    # Before the long part: what it lacks should not be found out at the end.
+    counts = None
+    if args.aot:
+        counts = aot.compile_for_chips(args.aot, args.model, requests, sizes, NAMES)
     core = lockstep.Core(
         jax.device_put(model.params, jax.devices()[0]), configs, buckets=sizes.buckets
     )
@@ -192,7 +198,7 @@ def compare(args: argparse.Namespace, interpreted: bool) -> dict[str, Any]:
         "free_run": None,
         "operations": {},
         "profiles": {},
-        "aot": None,
+        "aot": counts,
     }
     if args.free_run:
         free = lockstep.free_run(
@@ -212,8 +218,6 @@ def compare(args: argparse.Namespace, interpreted: bool) -> dict[str, Any]:
             f"{args.profile_steps} steps of {bucket} tokens from the state with most prompt and "
             "decode tokens together"
         )
-    if args.aot:
-        found["aot"] = aot.compile_for_chips(args.aot, args.model, requests, sizes, NAMES)
     return found
 
 

@@ -32,6 +32,7 @@ from pagedjax.models.presets import list_presets, preset_config
 from pagedjax.planning import Lengths
 
 Dtype = Literal["float32", "bfloat16"]
+CacheDtype = Literal["float32", "bfloat16", "float16"]
 FIXED_LENGTHS = (64, 256, 1024, 4096, 16384, 65536)
 DEFAULT_DEVICE = "a100"
 DEFAULT_LENGTHS = "1:1024"
@@ -62,11 +63,11 @@ class Args:
     memory_fraction: float | None = None
     """As the engine's setting: share of what the weights leave that the pool takes."""
 
-    dtype: Dtype = "bfloat16"
-    """Type of the keys and values. float16 takes what bfloat16 takes."""
+    dtype: CacheDtype = "bfloat16"
+    """Type of the keys and values."""
 
     weights_dtype: Dtype | None = None
-    """Type of the weights. None: as dtype."""
+    """Type of the weights. None: as dtype (bfloat16 for float16)."""
 
     weights_bytes: int | None = None
     """Bytes of the weights, where they are not parameters times the size of their type."""

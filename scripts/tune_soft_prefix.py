@@ -15,7 +15,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,9 @@ class Settings:
     learning_rate: float = 0.02
     init: str = "Answer the question in the manner of an old pirate. "
     """Text whose keys and values the prefix begins with, repeated to its length."""
+    attention: Literal["auto", "xla", "pallas"] = "auto"
+    """Implementation of attention and of writes to the pool, also while tuning; gradients are XLA's
+    whichever it is. auto: the GPU kernels where there is a GPU."""
 
     def __post_init__(self) -> None:
         for name in ("prefix_tokens", "block_size", "steps"):
@@ -151,7 +154,13 @@ class Layout:
         )
 
 
-def make_pool(config: ModelConfig, layout: Layout, prefix: Prefix | None, dtype: Any) -> tuple:
+def make_pool(
+    config: ModelConfig,
+    layout: Layout,
+    prefix: Prefix | None,
+    dtype: Any,
+    attention: str | None = None,
+) -> tuple:
     """(k_pool, v_pool) with the prefix in its blocks. Differentiable in the prefix."""
     pools = init_pool(
         num_layers=config.num_hidden_layers,
@@ -165,17 +174,24 @@ def make_pool(config: ModelConfig, layout: Layout, prefix: Prefix | None, dtype:
         slots = jnp.arange(layout.prefix_tokens, dtype=jnp.int32)
         for layer in range(config.num_hidden_layers):
             kv = prefix.k[layer], prefix.v[layer]
-            # XLA's has a derivative; a kernel that only moves data has none.
-            pools = write_kv(*pools, *kv, slots, layer=layer, implementation="xla")
+            pools = write_kv(*pools, *kv, slots, layer=layer, implementation=attention)
     return pools
 
 
-def prefix_of_text(params: Any, config: ModelConfig, token_ids: list[int], block_size: int):
+def prefix_of_text(
+    params: Any,
+    config: ModelConfig,
+    token_ids: list[int],
+    block_size: int,
+    attention: str | None = None,
+) -> Prefix:
     """The keys and values that a text leaves in the pool, as a prefix to begin with."""
     layout = Layout(block_size=block_size, prefix_tokens=0, max_tokens=(len(token_ids),))
     pools = make_pool(config, layout, None, pool_dtype())
-    pools = forward(params, *pools, layout.batch([token_ids], [0]), config=config)[:2]
-    blocks = gather_blocks(*pools, jnp.arange(layout.num_blocks, dtype=jnp.int32))
+    batch = layout.batch([token_ids], [0])
+    pools = forward(params, *pools, batch, config=config, attention=attention)[:2]
+    ids = jnp.arange(layout.num_blocks, dtype=jnp.int32)
+    blocks = gather_blocks(*pools, ids, implementation=attention)
     # [A, L, B, K, D] -> [L, P, K, D]
     k, v = (
         x.swapaxes(0, 1)
@@ -184,6 +200,11 @@ def prefix_of_text(params: Any, config: ModelConfig, token_ids: list[int], block
         for x in blocks
     )
     return Prefix(k=k, v=v)
+
+
+def implementation(settings: Settings) -> str | None:
+    """What `paged_attention` and `write_kv` take for the settings' `attention`."""
+    return None if settings.attention == "auto" else settings.attention
 
 
 def pool_dtype() -> Any:
@@ -200,14 +221,15 @@ def prefix_loss(
     *,
     config: ModelConfig,
     layout: Layout,
+    attention: str | None = None,
 ) -> jax.Array:
     """Mean cross-entropy (nats a token) of the batch's tokens after the prefix.
 
     Args:
       labels: [T] int32, the token after each. weights: [T], 1 for those that count, else 0.
     """
-    pools = make_pool(config, layout, prefix, pool_dtype())
-    _, _, hidden = forward(params, *pools, batch, config=config, attention="xla")
+    pools = make_pool(config, layout, prefix, pool_dtype(), attention)
+    _, _, hidden = forward(params, *pools, batch, config=config, attention=attention)
     logits = compute_logits(params, hidden, config=config)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return (losses * weights).sum() / weights.sum()
@@ -244,7 +266,9 @@ def tune(
     layout, batch, labels, weights = training_batch(examples, settings)
     schedule = optax.cosine_decay_schedule(settings.learning_rate, settings.steps, 0.05)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
-    loss_fn = functools.partial(prefix_loss, config=config, layout=layout)
+    loss_fn = functools.partial(
+        prefix_loss, config=config, layout=layout, attention=implementation(settings)
+    )
 
     @jax.jit
     def update(prefix: Prefix, state: Any, params: Any) -> tuple[Prefix, Any, jax.Array]:
@@ -270,6 +294,7 @@ def generate(
     *,
     prefix: Prefix | None,
     block_size: int,
+    attention: str | None = None,
 ) -> list[list[int]]:
     """``count`` greedy tokens after each prompt, all prompts in one batch over one pool.
 
@@ -284,10 +309,15 @@ def generate(
     @functools.partial(jax.jit, donate_argnums=(1, 2))
     def step(params: Any, k_pool: jax.Array, v_pool: jax.Array, batch: Batch) -> tuple:
         last = batch.query_start_loc[1:] - 1
-        *pools, hidden = forward(params, k_pool, v_pool, batch, config=config, output_indices=last)
+        *pools, hidden = forward(
+            *(params, k_pool, v_pool, batch),
+            config=config,
+            attention=attention,
+            output_indices=last,
+        )
         return *pools, compute_logits(params, hidden, config=config).argmax(-1)
 
-    pools = make_pool(config, layout, prefix, pool_dtype())
+    pools = make_pool(config, layout, prefix, pool_dtype(), attention)
     new, done = prompts, [0] * len(prompts)
     outputs: list[list[int]] = [[] for _ in prompts]
     for _ in range(count):
@@ -352,7 +382,8 @@ def run(settings: Settings) -> tuple[list[float], int, int, int]:
         )
     text_ids = encode(settings.init) or [0]
     begin = (text_ids * -(-settings.prefix_tokens // len(text_ids)))[: settings.prefix_tokens]
-    prefix = prefix_of_text(params, config, begin, settings.block_size)
+    attention = implementation(settings)
+    prefix = prefix_of_text(params, config, begin, settings.block_size, attention)
     numbers = prefix.k.size + prefix.v.size
     print(
         f"{len(examples)} sequences share {settings.prefix_tokens // settings.block_size} block(s) "
@@ -362,7 +393,12 @@ def run(settings: Settings) -> tuple[list[float], int, int, int]:
     prompts = [prompt for prompt, _ in examples]
     longest = max(len(target) for _, target in examples)
     outputs = [
-        generate(params, config, prompts, longest, prefix=p, block_size=settings.block_size)
+        generate(
+            *(params, config, prompts, longest),
+            prefix=p,
+            block_size=settings.block_size,
+            attention=attention,
+        )
         for p in (None, prefix)
     ]
     for (text, _), (_, target), *made in zip(texts, examples, *outputs, strict=True):
@@ -392,7 +428,7 @@ def main() -> int:
 
     try:
         run(tyro.cli(Settings, description=__doc__))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, NotImplementedError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -25,7 +25,8 @@ class Model(Protocol):
     head_dim: int
     vocab_size: int
     attention: str | None
-    """Implementation of attention, of KV writes and of block copies; None: by platform."""
+    """Implementation of attention, of KV writes, and of block copies within the pool, gathers and
+    scatters; None: by platform. Not of moves to and from host memory: there is one only."""
 
     def forward(
         self, params, k_pool, v_pool, batch, output_indices

@@ -56,20 +56,29 @@ def init_state(config: StepConfig, *, kv_dtype, host_memory: Any = None) -> Engi
     )
 
 
-def read_blocks(state: EngineState, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+def read_blocks(
+    state: EngineState, blocks: jax.Array, *, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Keys and values of blocks [A] int32, [A, L, B, K, D] each, in the pool's storage type.
 
-    Zeros for ids out of range."""
-    return gather_blocks(state.k_pool, state.v_pool, blocks)
+    Zeros for ids out of range. `implementation`: of `gather_blocks`; a model's `attention`."""
+    return gather_blocks(state.k_pool, state.v_pool, blocks, implementation=implementation)
 
 
 def write_blocks(
-    state: EngineState, blocks: jax.Array, keys: jax.Array, values: jax.Array
+    state: EngineState,
+    blocks: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    *,
+    implementation: str | None = None,
 ) -> EngineState:
     """The inverse of `read_blocks`: the pool with these blocks' content. Donate the state.
 
     Ids out of range are dropped; none may occur twice."""
-    k_pool, v_pool = scatter_blocks(state.k_pool, state.v_pool, keys, values, blocks)
+    k_pool, v_pool = scatter_blocks(
+        state.k_pool, state.v_pool, keys, values, blocks, implementation=implementation
+    )
     return dataclasses.replace(state, k_pool=k_pool, v_pool=v_pool)
 
 

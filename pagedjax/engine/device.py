@@ -87,8 +87,9 @@ class Device:
         self._steps = {size: _step_function(config, size) for size in buckets}
         self._add, self._end, self._check = _scheduler_functions(config.scheduler)
         self._recorder: Recorder | None = None
-        self._gather = jax.jit(read_blocks)
-        self._scatter = jax.jit(write_blocks, donate_argnums=0)
+        by = {"implementation": config.model.attention}
+        self._gather = jax.jit(functools.partial(read_blocks, **by))
+        self._scatter = jax.jit(functools.partial(write_blocks, **by), donate_argnums=0)
         self._gather_host = jax.jit(read_host_blocks)
         self._scatter_host = jax.jit(write_host_blocks, donate_argnums=0)
 

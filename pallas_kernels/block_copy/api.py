@@ -1,8 +1,9 @@
 """Whole blocks: copied within the pool (copy-on-write), gathered out of it and scattered back
-(swapping).
+(snapshots), moved to and from a second pool in host memory (swapping).
 """
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.block_copy import mosaic_gpu, reference, xla
 from pallas_kernels.dispatch import call
@@ -22,6 +23,9 @@ _SCATTER = {
     "xla": xla.scatter_blocks,
     "pallas": mosaic_gpu.scatter_blocks,
 }
+# No kernel: between a GPU's memory and the host's, its copy engines are what moves a block, and XLA
+# starts them.
+_MOVE = {"reference": reference.move_blocks, "xla": xla.move_blocks}
 
 
 def copy_blocks(
@@ -99,3 +103,47 @@ def scatter_blocks(
         )
     args = (k_pool, v_pool, k_blocks, v_blocks, blocks)
     return call("scatter_blocks", _SCATTER, implementation, *args)
+
+
+def move_blocks(
+    source: jax.Array,
+    target: jax.Array,
+    src: jax.Array,
+    dst: jax.Array,
+    count: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Copy blocks from one pool to another; returns the target and how many were copied.
+
+    That number is ``count``, but known only afterwards. Let what writes into the source later
+    depend on it: if XLA may do both at once, it copies the source. The pools may lie in different
+    memories, one on a GPU and one in ``pinned_host``.
+
+    Args:
+      source, target: pools of ``init_pool``, ``[L, N, B, K, D]`` and ``[L, N', B, K, D]`` of one
+        type; the target is updated in place under donation.
+      src, dst: ``[A]`` int32 block ids; the first ``count`` entries are read, all within range. No
+        destination may occur twice.
+      count: ``[]`` int32, at most A.
+      implementation: ``None`` or ``"xla"``, on every platform; ``"reference"`` for pools in one
+        memory.
+
+    Raises:
+      NotImplementedError: ``"pallas"``. Between memories, a GPU's copy engines move blocks while
+        its processors do something else; a kernel would take these away from the model.
+      ValueError: pools or ids that do not fit together.
+    """
+    if src.shape != dst.shape or src.ndim != 1 or jnp.ndim(count):
+        raise ValueError(
+            f"src {src.shape} and dst {dst.shape} must both be [num_blocks], and count "
+            f"{jnp.shape(count)} a scalar"
+        )
+    shapes = [(pool.shape[:1], *pool.shape[2:], pool.dtype) for pool in (source, target)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"source {source.shape} {source.dtype} and target {target.shape} {target.dtype} may "
+            "differ in their number of blocks only"
+        )
+    args = (source, target, src, dst, count)
+    return call("move_blocks", _MOVE, implementation, *args)

@@ -1,4 +1,4 @@
-"""Copying, gathering and scattering blocks, written to be obviously right."""
+"""Copying, gathering, scattering and moving blocks, written to be obviously right."""
 
 import jax
 import jax.numpy as jnp
@@ -43,3 +43,16 @@ def scatter_blocks(
     k_pool = k_pool.at[:, target].set(k_blocks.swapaxes(0, 1), mode="drop")
     v_pool = v_pool.at[:, target].set(v_blocks.swapaxes(0, 1), mode="drop")
     return k_pool, v_pool
+
+
+def move_blocks(
+    source: jax.Array, target: jax.Array, src: jax.Array, dst: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gather, then scatter; see ``api.move_blocks``."""
+    if jax.typeof(source).memory_space != jax.typeof(target).memory_space:
+        raise NotImplementedError(
+            "move_blocks: implementation 'reference' does not support pools in different memories"
+        )
+    moved = jnp.arange(src.shape[0]) < count
+    to = jnp.where(moved, dst, target.shape[1])
+    return target.at[:, to].set(source[:, jnp.where(moved, src, 0)], mode="drop"), count

@@ -1,4 +1,4 @@
-"""Copying, gathering and scattering blocks as loops that run once for each real block."""
+"""Copying, gathering, scattering and moving blocks as loops that run once for each real block."""
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,28 @@ def scatter_blocks(
         return lax.fori_loop(0, count, write, pool)
 
     return scatter(k_pool, k_blocks), scatter(v_pool, v_blocks)
+
+
+def move_blocks(
+    source: jax.Array, target: jax.Array, src: jax.Array, dst: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """See ``api.move_blocks``.
+
+    A loop that runs once for each block: none costs nothing, and no buffer is needed. Where the
+    pools lie in different memories of a GPU, XLA makes one asynchronous copy of each block.
+    """
+    space = jax.typeof(target).memory_space
+    elsewhere = jax.typeof(source).memory_space != space
+
+    def move(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        target, i = carry
+        block = lax.dynamic_slice_in_dim(source, src[i], 1, axis=1)
+        if elsewhere:
+            block = jax.device_put(block, space)
+        return lax.dynamic_update_slice_in_dim(target, block, dst[i], axis=1), i + 1
+
+    start = target, jnp.zeros_like(count)
+    return lax.while_loop(lambda carry: carry[1] < count, move, start)
 
 
 def _within(blocks: jax.Array, num_blocks: int) -> jax.Array:

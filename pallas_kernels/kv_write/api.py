@@ -4,11 +4,12 @@ import jax
 
 from pallas_kernels.dispatch import call
 from pallas_kernels.kv_write import mosaic_gpu, reference, xla
+from pallas_kernels.kv_write.gradient import differentiable
 
 _IMPLEMENTATIONS = {
     "reference": reference.write_kv,
     "xla": xla.write_kv,
-    "pallas": mosaic_gpu.write_kv,
+    "pallas": differentiable(mosaic_gpu.write_kv),
 }
 
 
@@ -27,6 +28,10 @@ def write_kv(
     The pool stays in place when what is written depends on every earlier read of the pool, as it
     does from layer to layer of a model. A write that XLA may move before an earlier read makes it
     copy the pool.
+
+    Differentiable in reverse mode, in k, v and pools of a floating-point type, whatever the
+    implementation: the cotangent of a row is that of the slot it went to, and the pool's is zero
+    where it was written.
 
     Args:
       k_pool, v_pool: the pools of ``init_pool``; updated in place under donation.

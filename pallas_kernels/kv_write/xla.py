@@ -17,13 +17,18 @@ def write_kv(
     layer: int | jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """See ``api.write_kv``. In place under donation and in a loop's carry."""
-    block_size = k_pool.shape[2]
+    index = slot_index(k_pool, slot_mapping, layer)
+    return _scatter(k_pool, index, k), _scatter(v_pool, index, v)
+
+
+def slot_index(pool: jax.Array, slot_mapping: jax.Array, layer: int | jax.Array) -> jax.Array:
+    """``[T, 3]`` int32: layer, block, offset of each slot."""
+    block_size = pool.shape[2]
     # NULL is out of range as a block too, and the scatter drops it; so is what is negative, since
     # a scatter (unlike indexing) does not wrap.
     block = slot_mapping // block_size
     layer = jnp.full_like(block, layer)
-    index = jnp.stack([layer, block, slot_mapping % block_size], axis=-1)
-    return _scatter(k_pool, index, k), _scatter(v_pool, index, v)
+    return jnp.stack([layer, block, slot_mapping % block_size], axis=-1)
 
 
 def _scatter(pool: jax.Array, index: jax.Array, x: jax.Array) -> jax.Array:

@@ -64,7 +64,10 @@ def differentiable(
 
 
 def _forward(attention: Attention, *arguments: Any) -> tuple[jax.Array, tuple]:
-    values = jax.tree.map(lambda x: x.value, arguments, is_leaf=lambda x: hasattr(x, "perturbed"))
+    # What is not differentiated may be numpy's, which traced numbers cannot index.
+    values = jax.tree.map(
+        lambda x: jnp.asarray(x.value), arguments, is_leaf=lambda x: hasattr(x, "perturbed")
+    )
     q, k_pool, v_pool, block_tables, query_start_loc, seq_lens, layer, _ = values
     wanted = any(pool.perturbed for pool in arguments[1:3])
     # A pytree without leaves, so that the choice is static in the backward pass.

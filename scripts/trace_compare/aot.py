@@ -24,6 +24,14 @@ class CannotCompile(RuntimeError):
     """The compiler is not installed, or ended early; the message says which."""
 
 
+def check() -> None:
+    """Raise ``CannotCompile`` where the compiler is not installed."""
+    try:
+        gate.check_wheels()
+    except gate.MissingWheels as error:
+        raise CannotCompile(f"--aot: {error}") from None
+
+
 def compile_for_chips(
     chips: list[str], model: str, requests: list[Any], sizes: Any, names: tuple[str, ...]
 ) -> dict[str, Any]:
@@ -31,10 +39,7 @@ def compile_for_chips(
 
     Raises ``CannotCompile``.
     """
-    try:
-        gate.check_wheels()
-    except gate.MissingWheels as error:
-        raise CannotCompile(f"--aot: {error}") from None
+    check()
     job = {
         "model": model,
         "names": names,

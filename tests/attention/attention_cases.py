@@ -92,10 +92,7 @@ def make_step(
     starts[: len(query_lens)] = np.cumsum([0, *query_lens])[:-1]
     lens = np.zeros(shape.num_rows, np.int32)
     lens[: len(seq_lens)] = seq_lens
-    if shape.dtype == "float16":  # no pool of init_pool's, but the kernels take it
-        empty = jnp.zeros((), jnp.float16)
-    else:
-        empty = init_pool(1, 1, b, k, d, shape.dtype, platform="cpu")[0]
+    empty = init_pool(1, 1, b, k, d, shape.dtype, platform="cpu")[0]
     stored = [to_storage(jnp.asarray(np.stack([np.full_like(p, np.nan), p])), empty) for p in pools]
     arrays = tuple(jnp.asarray(x) for x in (q, *stored, tables, starts, lens))
     return Step(arrays=arrays, query_lens=query_lens, seq_lens=seq_lens, keys=keys, values=values)

@@ -86,10 +86,30 @@ def test_refusals_name_the_option(option, value):
         config(**{key: value})
 
 
-def test_before_hopper_some_blocks_are_too_small():
-    assert all(config(AMPERE, block_size=b).decode.swizzle for b in BLOCK_SIZES)
-    with pytest.raises(NotImplementedError, match="block_size 8 with head_dim 80"):
-        config(AMPERE, head_dim=80, block_size=8)
+def test_before_hopper_three_pairs_have_too_small_blocks():
+    for head_dim, block_size in itertools.product(HEAD_DIMS, BLOCK_SIZES):
+        size = dict(head_dim=head_dim, block_size=block_size)
+        assert config(**size).decode.swizzle
+        if (head_dim, block_size) in ((80, 8), (80, 16), (96, 8)):
+            words = f"block_size {block_size} with head_dim {head_dim}"
+            with pytest.raises(NotImplementedError, match=words):
+                config(AMPERE, **size)
+        else:
+            assert config(AMPERE, **size).decode.swizzle
+
+
+@needs_mosaic_gpu
+@pytest.mark.parametrize("width", [64, 32])
+def test_that_is_how_mosaic_gpu_deals_tiles_out_to_warps(width):
+    """Were it to learn more, the refusals could go."""
+    from jax.experimental.mosaic.gpu import fragmented_array
+
+    for head_dim, block_size in ((80, 8), (80, 16), (96, 8)):
+        if head_dim * 2 % width == 0:
+            with pytest.raises(NotImplementedError, match="multiple of 4"):
+                fragmented_array.tiled_copy_smem_gmem_layout(
+                    block_size // 8, head_dim * 2 // width, width, 16
+                )
 
 
 def test_work_list():

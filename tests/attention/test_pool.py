@@ -15,6 +15,7 @@ from pallas_kernels import (
     copy_blocks,
     init_pool,
     make_metadata,
+    move_blocks,
     paged_attention,
     write_kv,
 )
@@ -32,7 +33,7 @@ def random_pools(dtype, num_blocks=12):
     ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_write_kv(implementation, dtype):
     pools = random_pools(dtype)
@@ -44,12 +45,12 @@ def test_write_kv(implementation, dtype):
         expected = np.array(before)
         number = np.asarray(new.astype(dtype))
         for t in (0, 2, 4, 6):
-            value = number[t] if dtype == "float32" else number[t].view(np.uint16)
+            value = number[t].view(np.uint16) if dtype == "bfloat16" else number[t]
             expected[1, slots[t] // B, slots[t] % B] = value
         np.testing.assert_array_equal(expected, after)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_copy_blocks(implementation, dtype):
     copy = jax.jit(functools.partial(copy_blocks, implementation=implementation))
@@ -66,6 +67,36 @@ def test_copy_blocks(implementation, dtype):
     nothing = np.full(9, NULL, np.int32)
     for before, after in zip(pools, copy(*pools, nothing, nothing), strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", [None, "reference", "xla"])
+def test_move_blocks(implementation, dtype):
+    """The first three of five, into a pool of another size; the rest of it stays."""
+    move = jax.jit(functools.partial(move_blocks, implementation=implementation))
+    source, target = random_pools(dtype)[0], random_pools(dtype, num_blocks=5)[1]
+    src, dst = np.array([7, 11, 0, 3, NULL], np.int32), np.array([4, 0, 2, 1, NULL], np.int32)
+    for count in (0, 3):
+        got, moved = move(source, target, src, dst, np.int32(count))
+        expected = np.array(target)
+        expected[:, dst[:count]] = np.asarray(source)[:, src[:count]]
+        np.testing.assert_array_equal(got, expected)
+        assert moved == count
+
+
+def test_move_blocks_refuses_what_it_has_not():
+    source, target = random_pools("float32")[0], random_pools("float32", num_blocks=5)[0]
+    ids, count = np.zeros(2, np.int32), np.int32(0)
+    with pytest.raises(NotImplementedError, match=r"move_blocks: .* implementation 'pallas'"):
+        move_blocks(source, target, ids, ids, count, implementation="pallas")
+    with pytest.raises(ValueError, match="'triton'"):
+        move_blocks(source, target, ids, ids, count, implementation="triton")
+    with pytest.raises(ValueError, match="number of blocks only"):
+        move_blocks(source, target[:1], ids, ids, count)
+    with pytest.raises(ValueError, match="number of blocks only"):
+        move_blocks(source, target.astype(jnp.bfloat16), ids, ids, count)
+    with pytest.raises(ValueError, match="src"):
+        move_blocks(source, target, ids, ids[:1], count)
 
 
 def test_block_bytes():
@@ -126,7 +157,7 @@ def chain_arguments(dtype):
     return (k_pool, v_pool, q, kv, *map(jnp.asarray, arrays))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("chain", [forward, scanned, repeated])
 def test_chain_does_not_copy_the_pool(chain, dtype):
     arguments = chain_arguments(dtype)
@@ -137,7 +168,7 @@ def test_chain_does_not_copy_the_pool(chain, dtype):
     assert memory.temp_size_in_bytes < pool.nbytes / 2
     # Nor is the pool converted or copied into another buffer: what has its shape is passed on or
     # updated in place.
-    kind = {"float32": "f32", "bfloat16": "u16"}[dtype]
+    kind = {"float32": "f32", "bfloat16": "u16", "float16": "f16"}[dtype]
     for shape in (f"{L},{N},{B},{K},{D}", f"{L * N},{B},{K},{D}", f"{L * N * B},{K},{D}"):
         text = executable.as_text()
         assert not re.search(rf"= {kind}\[{shape}\]\S* (copy|transpose|convert)\(", text)

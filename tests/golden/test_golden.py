@@ -149,3 +149,16 @@ def test_a_wrong_reference_is_noticed(cold, golden):
     shifted = [x + 2e-3 for x in line["logprobs"]]
     with pytest.raises(AssertionError):
         check(outputs, [{**line, "logprobs": shifted}])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 1e-2), ("bfloat16", 1e-1)])
+def test_a_pool_of_16_bits(smollm2_gguf, golden, dtype, tolerance):
+    """float32 weights over keys and values of 16 bits: logprobs of the first tokens."""
+    outputs = serve(make_llm(smollm2_gguf, kv_cache_dtype=dtype), golden[:8])
+    for output, line in zip(outputs, golden[:8], strict=True):
+        got = output.outputs[0]
+        for i in range(min([4, *line["near_ties"]])):
+            assert got.token_ids[i] == line["output_ids"][i], line["id"]
+            logprob = got.logprobs[i][got.token_ids[i]].logprob
+            assert abs(logprob - line["logprobs"][i]) < tolerance, (line["id"], i)

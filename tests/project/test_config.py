@@ -56,7 +56,7 @@ def test_settings_are_frozen_and_hashable():
         ("max_stop_token_ids", 0, "from 1 to"),
         ("seed", -1, "from 0 to"),
         ("dtype", "float16", "one of auto, float32, bfloat16"),
-        ("kv_cache_dtype", "fp8", "one of auto, float32, bfloat16"),
+        ("kv_cache_dtype", "fp8", "one of auto, float32, bfloat16, float16"),
         ("attention", "triton", "one of auto, xla, pallas, reference"),
         ("enable_prefix_caching", 1, "true or false"),
         ("token_buckets", (), "strictly ascending"),

@@ -1,6 +1,8 @@
 """scripts/tune_soft_prefix.py: its gradient beside a dense float64 model, and a whole small run."""
 
 import dataclasses
+import functools
+import types
 from pathlib import Path
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.params import init_params
 from pagedjax.models.rope import inverse_frequencies
+from pallas_kernels.interpret import interpret_mode
 from scripts import train_tiny
 from scripts import tune_soft_prefix as soft
 
@@ -134,6 +137,48 @@ def test_loss_and_gradient_equal_finite_differences_of_a_dense_float64_model(par
         assert np.abs(got - wanted).max() < 2e-5 * scale, name
         # Every layer, and every token of the prefix, has its part.
         assert (np.abs(got).max((2, 3)) > 1e-3 * scale).all()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the Mosaic GPU of jax 0.10 has no mma.sync"
+)
+def test_through_the_gpu_kernels_the_gradient_is_the_same():
+    """Prefix and layers written and attended to by the kernels, in the interpreter."""
+    config = dataclasses.replace(CONFIG, head_dim=64, num_attention_heads=3, num_key_value_heads=1)
+    settings = dataclasses.replace(SETTINGS, block_size=8)
+    weights = init_params(config, jax.random.key(0), dtype=jnp.float32, stacked=True)
+    shape = (2, 2, settings.prefix_tokens, 1, 64)
+    k, v = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    layout, batch, labels, counted = soft.training_batch(EXAMPLES, settings)
+
+    def results(attention):
+        loss = functools.partial(
+            soft.prefix_loss, config=config, layout=layout, attention=attention
+        )
+        prefix = soft.Prefix(k=jnp.asarray(k), v=jnp.asarray(v))
+        return jax.jit(jax.value_and_grad(loss))(prefix, weights, batch, labels, counted)
+
+    expected_loss, expected = results("xla")
+    with interpret_mode():
+        loss, got = results("pallas")
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+    for name in ("k", "v"):
+        x, y = np.asarray(getattr(got, name)), np.asarray(getattr(expected, name))
+        assert np.abs(x).max() > 1e-4
+        np.testing.assert_allclose(x, y, atol=1e-4 * np.abs(y).max())
+
+
+def test_a_platform_without_the_kernels_is_named(monkeypatch, capsys, tmp_path):
+    def load(_):
+        weights = init_params(CONFIG, jax.random.key(0), dtype=jnp.float32, stacked=True)
+        return CONFIG, weights, types.SimpleNamespace(encode=lambda text, **_: [1, 2, 3])
+
+    monkeypatch.setattr(soft, "load", load)
+    arguments = ["--attention", "pallas", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["tune_soft_prefix.py", *arguments])
+    assert soft.main() == 1
+    assert "implementation 'pallas' needs" in capsys.readouterr().err
 
 
 def test_tuning_teaches_the_targets_and_touches_only_the_prefix(params, prefix):

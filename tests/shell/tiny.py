@@ -112,7 +112,7 @@ def make_engine(weights=None, costs=None, **changes) -> Engine:
         StepConfig(scheduler=scheduler, model=MODEL),
         ByteTokenizer(),
         config=config,
-        kv_dtype=jnp.float32,
+        kv_dtype=jnp.dtype(config.kv_cache_dtype),
         model_name="tiny",
     )
 
