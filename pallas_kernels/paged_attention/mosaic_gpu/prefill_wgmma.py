@@ -243,25 +243,26 @@ def _attend(piece: Piece, shared: _Shared, group: jax.Array, call: Call) -> jax.
     def step(i: jax.Array, carry: tuple, *, masked: bool) -> tuple:
         out, weight, high, total = carry
 
-        def products(accs: list, weight: jax.Array, *state: jax.Array) -> tuple:
-            (logits, out), (high, total, _) = accs, state
+        def products(accs: list, _: jax.Array, high: jax.Array, total: jax.Array, __: Any) -> tuple:
+            logits, out = accs
             logits.add(queries, keys(i))
             out.add(weight, shared.v_stages.at[stream.slot(i - 1)])
             # Where the mask needs registers too, the weights before must be done with theirs.
             product = logits.read(in_flight=0 if masked else 1)
             keys_used(i)
-            weight, high, shrink = softmax(i, product, high, masked)
-            total = total * shrink + jnp.sum(weight, axis=1)
-            return weight.astype(dtype), high, total, shrink
+            new, high, shrink = softmax(i, product, high, masked)
+            return new, high, total * shrink + jnp.sum(new, axis=1), shrink
 
         stream.wait_keys(i)
-        state = (weight, high, total, total)
-        sums = [full(logits_shape), out]
-        (_, out), state = run_products(products, sums, state, call.target)
-        weight, high, total, shrink = state
+        blank = full(logits_shape)
+        sums, state = [blank, out], (blank, high, total, total)
+        (_, out), (new, high, total, shrink) = run_products(products, sums, state, call.target)
+        # Not rounded before the product with the weights before is done: the rounded ones would get
+        # the registers that it reads.
+        new = lax.optimization_barrier(new).astype(dtype)
         plgpu.barrier_arrive(shared.v_free.at[stream.slot(i - 1)])
         take_values(i, masked)
-        return out * spread(shrink, out_shape), weight, high, total
+        return out * spread(shrink, out_shape), new, high, total
 
     def last(out: jax.Array, weight: jax.Array) -> jax.Array:
         def weigh(accs: list) -> tuple:
