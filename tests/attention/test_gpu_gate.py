@@ -383,6 +383,10 @@ def planted_problems():
         ("the pool is copied", "copies something as large as the pool"),
         ("another name", "no PTX seen of kernel"),
         ("few bytes in flight", "bytes in flight on an SM"),
+        ("wgmma: spills", "spills registers"),
+        ("wgmma: too much shared memory", "shared_bytes"),
+        ("wgmma: products wait", "wgmma products wait for one another"),
+        ("wgmma: mma.sync instead", "no PTX seen of kernel paged_attention_prefill_wgmma"),
     ],
 )
 def test_a_planted_fault_is_found(planted_problems, fault, message):

@@ -28,7 +28,7 @@ LENS = ([22, 0, 24], [270, 0, 24])
 
 READ = "product = logits.read(in_flight=0 if masked else 1)\n"
 ADD = "out.add(weight, shared.v_stages.at[stream.slot(i - 1)])\n"
-KEYS_USED = "            keys_used(i)\n            weight"
+KEYS_USED = "            keys_used(i)\n            new"
 VALUES_USED = "        plgpu.barrier_arrive(shared.v_free.at[stream.slot(i - 1)])\n"
 ARRIVED = "        plgpu.barrier_arrive(shared.cleaned)\n"
 CLEANED = ARRIVED + "        plgpu.barrier_wait(shared.cleaned)\n"
@@ -63,7 +63,7 @@ FAULTS = {
         prefill_wgmma, [("return out * spread(shrink, out_shape)", "return out")], (), "wrong",
     ),
     "weights not rescaled": (
-        prefill_wgmma, [("total = total * shrink +", "total = total +")], (), "wrong",
+        prefill_wgmma, [("total * shrink +", "total +")], (), "wrong",
     ),
     "both warpgroups take the same queries": (
         prefill_wgmma, [("queries.at[pl.ds(group *", "queries.at[pl.ds(0 *")], (), "wrong",
@@ -82,7 +82,7 @@ FAULTS = {
     ),
     "keys given back while they are read": (
         prefill_wgmma,
-        [(KEYS_USED, "            weight"), (READ, f"keys_used(i)\n            {READ}")],
+        [(KEYS_USED, "            new"), (READ, f"keys_used(i)\n            {READ}")],
         (),
         "race",
     ),
