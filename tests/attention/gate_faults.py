@@ -77,13 +77,19 @@ FAULTS = {
     "few bytes in flight": ("copy_blocks.llama", (), dict(COPIES_IN_FLIGHT=1)),
 }
 
-ROUNDED = "lax.optimization_barrier(new).astype(dtype)"
 # Fault of the wgmma prefill: edits of its source, what its tuning table says.
 WGMMA_FAULTS = {
     "wgmma: spills": ((), {"chunk": 128, "stages": 2}),
     "wgmma: too much shared memory": ((), {"stages": 5}),
     # Weights are rounded into the registers of those that the product under way reads.
-    "wgmma: products wait": (((ROUNDED, "new.astype(dtype)"),), {}),
+    "wgmma: products wait": (
+        (
+            ("return new, high, total", "return new.astype(dtype), high, total"),
+            ("(blank, high, total, total)", "(weight, high, total, total)"),
+            ("lax.optimization_barrier(new).astype(dtype)", "new"),
+        ),
+        {},
+    ),
     "wgmma: mma.sync instead": ((), {"instruction": "mma_sync"}),
 }
 
