@@ -17,10 +17,9 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +28,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 from gpu_bench import rivals, timing  # noqa: E402
 from gpu_bench.cases import Case, decode_case, make_arrays, with_cold_layers  # noqa: E402
+from gpu_bench.tables import Use, using  # noqa: E402
 
 from pallas_kernels import gather_blocks, tuning, write_kv  # noqa: E402
 
 MIN_GAIN = 0.03
 COLD_BYTES, MOST_BYTES = 512 << 20, 8 << 30
-
-Use = dict[str, Any]
 
 
 def grid(**values: tuple) -> list[Use]:
@@ -49,22 +47,13 @@ CANDIDATES: dict[str, list[Use]] = {
     "paged_attention_decode": grid(
         chunk=(32, 64, 128), stages=(2, 3, 4), split=(128, 256, 512, 1024)
     ),
-    "paged_attention_prefill": grid(chunk=(32, 64), stages=(2, 3, 4)),
+    # On other chips than Hopper, and for its largest heads, "wgmma" is passed over.
+    "paged_attention_prefill": grid(instruction=("mma_sync",), chunk=(32, 64), stages=(2, 3, 4))
+    + grid(instruction=("wgmma",), chunk=(64, 128), stages=(2, 3, 4)),
     "write_kv": grid(tokens_per_block=(1, 2, 4, 8)),
     "gather_blocks": grid(accesses_per_thread=(1, 2, 4, 8)),
 }
 """Parameters that each kernel takes from its table."""
-
-
-@contextlib.contextmanager
-def using(kernel: str, use: Use | None) -> Iterator[None]:
-    """Kernels traced inside take ``use`` as what ``kernel``'s table says; None: no table."""
-
-    def lookup(name: str, chip: str | None, shape: Mapping[str, Any], **_: Any) -> Use:
-        return dict(use or {}) if name == kernel else {}
-
-    with mock.patch.object(tuning, "lookup", lookup):
-        yield
 
 
 def attention_shape(case: Case) -> dict[str, Any]:

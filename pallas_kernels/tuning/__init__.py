@@ -12,8 +12,9 @@ A table is ``pallas_kernels/tuning/<kernel>.json``:
 An entry fits when the shape asked for has all the keys of the entry's ``shape``. Keys named in
 ``ROUNDED`` match the nearest tabulated value (in ratio, at most a factor of two away), all others
 exactly. The best fit is the one with the smallest distance. What no entry knows is left to the
-kernel. Tables hold only parameters that change speed, never results; ``scripts/tune_kernels.py``
-measures them on a GPU and writes them.
+kernel. Tables hold only parameters that change speed, and the last bits of results at most (they
+may decide the order of sums): by chip and static shape, so alike for all that a step may hold.
+``scripts/tune_kernels.py`` measures them on a GPU and writes them.
 """
 
 import functools

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from gpu_bench.cases import Arrays, Case
-from pallas_kernels import make_metadata, paged_attention
+from gpu_bench.tables import HOPPER, using
+from pallas_kernels import make_metadata, paged_attention, tuning
 
 Made = tuple[Callable[..., jax.Array], jax.Array, tuple]
 
@@ -49,6 +50,16 @@ def ours(implementation: str) -> Callable[[Case, Arrays], Made]:
         return call, q, (k_pool, v_pool, tables, starts, lens, work)
 
     return make
+
+
+def mma_sync(case: Case, arrays: Arrays) -> Made:
+    """This project's attention with the other chips' prefill on Hopper, which has its own."""
+    if max(case.query_lens) == 1:
+        raise Unavailable("prefill only")
+    if tuning.current_chip() not in HOPPER:
+        raise Unavailable("what 'pallas' does on every chip but Hopper")
+    with using("paged_attention_prefill", {"instruction": "mma_sync"}):
+        return ours("pallas")(case, arrays)
 
 
 def deprecated_op(case: Case, arrays: Arrays) -> Made:
@@ -115,6 +126,7 @@ def cudnn(case: Case, arrays: Arrays) -> Made:
 
 RIVALS: dict[str, Callable[[Case, Arrays], Made]] = {
     "pallas": ours("pallas"),
+    "mma.sync": mma_sync,
     "xla": ours("xla"),
     "deprecated op": deprecated_op,
     "cudnn": cudnn,

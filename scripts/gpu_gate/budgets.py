@@ -82,6 +82,8 @@ def _judge_kernel(chip: Chip, kernel: KernelFigures, pinned: dict | None) -> lis
         problems.append(f"spills registers ({kernel.spill_bytes} bytes a thread)")
     if kernel.stack_bytes or kernel.instructions.get("local"):
         problems.append(f"keeps {kernel.stack_bytes} bytes a thread in local memory")
+    if kernel.serialized:
+        problems.append("its wgmma products wait for one another (ptxas says why)")
     if kernel.shared_bytes > chip.shared_bytes_per_block:
         problems.append(
             f"needs {kernel.shared_bytes:,} bytes of shared memory; a thread block can have "

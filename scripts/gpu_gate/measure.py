@@ -21,6 +21,7 @@ class KernelFigures:
     shared_bytes: int
     blocks_per_sm: int
     instructions: dict[str, int]
+    serialized: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -52,12 +52,15 @@ def kernel_specs(chip_name: str) -> list[Any]:
     return specs
 
 
-def step_kernels(attention: str | None) -> tuple[str, ...]:
-    """Kernels that must be in a step with this attention."""
+def step_kernels(attention: str | None, chip_name: str) -> tuple[str, ...]:
+    """Kernels that must be in a step with this attention. Both models' heads are of a size that the
+    prefill for Hopper takes.
+    """
     from pallas_kernels.block_copy.mosaic_gpu import COPY_NAME
     from pallas_kernels.kv_write.mosaic_gpu import NAME
 
-    attend = ("paged_attention_decode", "paged_attention_combine", "paged_attention_prefill")
+    prefill = "paged_attention_prefill" + "_wgmma" * (chip_name in ("h100", "h200"))
+    attend = ("paged_attention_decode", "paged_attention_combine", prefill)
     return (NAME, COPY_NAME, *(attend if attention == "pallas" else ()))
 
 

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 INSTRUCTIONS = {
     "mma_sync": r"\bmma\.sync",
@@ -31,6 +32,8 @@ _USED = re.compile(
     r"Compiling entry function '([^']+)' for '(\w+)'(.*?)Used (\d+) registers([^\n]*)", re.S
 )
 _SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+# As ptxas says of a kernel whose accumulators are touched while a product is under way.
+_SERIALIZED = re.compile(r"wgmma\.mma_async instructions are serialized[^\n]*'(\w+)'")
 _STATIC_SHARED = re.compile(r"(\d+) bytes smem")
 _SCRATCH_SHARED = re.compile(r"smem_scratch_bytes=(\d+)")
 _MOSAIC_NAME = re.compile(r"^(.*)_mosaic_gpu_kernel$")
@@ -47,6 +50,7 @@ class Kernel:
       registers: of a thread. threads: of a thread block.
       stack_bytes, spill_bytes: of a thread; spills are stores and loads together.
       shared_bytes: of a thread block, static and dynamic.
+      serialized: the assembler made each ``wgmma`` wait for the one before.
       instructions: how often each of ``INSTRUCTIONS`` occurs.
     """
 
@@ -58,6 +62,7 @@ class Kernel:
     stack_bytes: int
     spill_bytes: int
     shared_bytes: int
+    serialized: bool
     instructions: dict[str, int]
 
 
@@ -77,9 +82,12 @@ def split_entries(ptx: str) -> dict[str, str]:
     return {m.group(1): ptx[bounds[i] : bounds[i + 1]] for i, m in enumerate(starts)}
 
 
-def parse_ptxas(output: str) -> dict[str, dict[str, int]]:
-    """What ``ptxas -v`` printed, by entry: registers; stack, spill and static shared bytes."""
+def parse_ptxas(output: str) -> dict[str, dict[str, Any]]:
+    """What ``ptxas -v`` printed, by entry: registers; stack, spill and static shared bytes; whether
+    it made ``wgmma`` wait.
+    """
     found = {}
+    serialized = set(_SERIALIZED.findall(output))
     for match in _USED.finditer(output):
         name, _, middle, registers, rest = match.groups()
         spill = _SPILL.search(middle)
@@ -90,11 +98,12 @@ def parse_ptxas(output: str) -> dict[str, dict[str, int]]:
             stack_bytes=stack,
             spill_bytes=stores + loads,
             shared_bytes=int(shared.group(1)) if shared else 0,
+            serialized=name in serialized,
         )
     return found
 
 
-def assemble(ptx: str, ptxas: Path) -> dict[str, dict[str, int]]:
+def assemble(ptx: str, ptxas: Path) -> dict[str, dict[str, Any]]:
     """Run ``ptxas -v`` on a module; see ``parse_ptxas``."""
     target = _TARGET.search(ptx).group(1)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

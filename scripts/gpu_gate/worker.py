@@ -42,7 +42,7 @@ def main() -> int:
                 emit(name, measure.measure_kernel(chip, spec, dumps))
         if args.no_steps:
             continue
-        kernels = programs.step_kernels(args.attention)
+        kernels = programs.step_kernels(args.attention, name)
         for step in programs.step_specs(attention=args.attention, only=args.only):
             emit(name, measure.measure_step(chip, step, dumps, kernels))
     return 0

@@ -1,4 +1,5 @@
-"""Compiles block kernels with planted faults for an H100; prints what the gate says, as JSON.
+"""Compiles block kernels and the wgmma prefill with planted faults for an H100; prints what the
+gate says, as JSON.
 
 Run by test_gpu_gate.py in a process of its own, as compiling needs.
 """
@@ -8,6 +9,7 @@ import json
 import tempfile
 import warnings
 from pathlib import Path
+from unittest import mock
 
 from gpu_gate import aot, budgets, measure
 from gpu_gate.chips import CHIPS
@@ -75,6 +77,46 @@ FAULTS = {
     "few bytes in flight": ("copy_blocks.llama", (), dict(COPIES_IN_FLIGHT=1)),
 }
 
+# Fault of the wgmma prefill: edits of its source, what its tuning table says.
+WGMMA_FAULTS = {
+    "wgmma: spills": ((), {"chunk": 128, "stages": 2}),
+    "wgmma: too much shared memory": ((), {"stages": 5}),
+    # Weights are rounded into the registers of those that the product under way reads.
+    "wgmma: products wait": (
+        (
+            ("return new, high, total", "return new.astype(dtype), high, total"),
+            ("(blank, high, total, total)", "(weight, high, total, total)"),
+            ("lax.optimization_barrier(new).astype(dtype)", "new"),
+        ),
+        {},
+    ),
+    "wgmma: mma.sync instead": ((), {"instruction": "mma_sync"}),
+}
+
+
+def wgmma_problems(dumps: aot.Dumps, pinned: dict) -> dict[str, list[str]]:
+    """What the gate says of each fault of the wgmma prefill."""
+    from planted import planted
+
+    from pallas_kernels import tuning
+    from pallas_kernels.paged_attention.mosaic_gpu import entry, prefill_wgmma, specs
+
+    sound = next(x for x in specs.specs(CHIP) if x.name == "paged_attention.llama_prefill")
+    found = {}
+    for fault, (edits, use) in WGMMA_FAULTS.items():
+
+        def lookup(kernel, *_, use=use, **__):
+            return dict(use) if kernel == "paged_attention_prefill" else {}
+
+        module = planted(prefill_wgmma, *edits)
+        with (
+            mock.patch.object(tuning, "lookup", lookup),
+            mock.patch.object(entry, "prefill_wgmma", module.prefill_wgmma),
+        ):
+            figures = measure.measure_kernel(CHIPS[CHIP], sound, dumps)
+        found[fault] = budgets.judge(CHIPS[CHIP], figures, pinned)
+    return found
+
 
 def main() -> None:
     dumps = aot.prepare(Path(tempfile.mkdtemp()))
@@ -97,7 +139,7 @@ def main() -> None:
         spec = dataclasses.replace(spec, kernels=wanted)
         figures = measure.measure_kernel(CHIPS[CHIP], spec, dumps)
         found[fault] = budgets.judge(CHIPS[CHIP], figures, pinned)
-    print(json.dumps(found))
+    print(json.dumps(found | wgmma_problems(dumps, pinned)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,12 @@ from gpu_gate.chips import CHIPS, blocks_per_sm, target_config
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-PTXAS_OUTPUT = """
+SERIALIZED = (
+    "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are "
+    "serialized due to insufficient register resources for the function 'fusion_3'\n"
+)
+PTXAS_OUTPUT = f"""
+{SERIALIZED.rstrip()}
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'attend_mosaic_gpu_kernel' for 'sm_90a'
 ptxas info    : Function properties for attend_mosaic_gpu_kernel
@@ -56,9 +61,11 @@ PTX = """
 def test_what_ptxas_says_is_read():
     found = ptx.parse_ptxas(PTXAS_OUTPUT)
     assert found["attend_mosaic_gpu_kernel"] == dict(
-        registers=128, stack_bytes=0, spill_bytes=0, shared_bytes=1024
+        registers=128, stack_bytes=0, spill_bytes=0, shared_bytes=1024, serialized=False
     )
-    assert found["fusion_3"] == dict(registers=255, stack_bytes=48, spill_bytes=32, shared_bytes=0)
+    assert found["fusion_3"] == dict(
+        registers=255, stack_bytes=48, spill_bytes=32, shared_bytes=0, serialized=True
+    )
 
 
 def test_kernels_of_a_module_are_read_apart(monkeypatch):
@@ -202,6 +209,7 @@ def test_a_program_within_its_budgets_passes():
     [
         (dict(spill_bytes=8), "spills registers"),
         (dict(stack_bytes=16), "local memory"),
+        (dict(serialized=True), "wgmma products wait for one another"),
         (dict(instructions={**KERNEL.instructions, "local": 1}), "local memory"),
         (dict(registers=129), "registers 129, the budget is 128"),
         (dict(shared_bytes=60_001), "shared_bytes 60,001, the budget is 60,000"),
@@ -375,6 +383,10 @@ def planted_problems():
         ("the pool is copied", "copies something as large as the pool"),
         ("another name", "no PTX seen of kernel"),
         ("few bytes in flight", "bytes in flight on an SM"),
+        ("wgmma: spills", "spills registers"),
+        ("wgmma: too much shared memory", "shared_bytes"),
+        ("wgmma: products wait", "wgmma products wait for one another"),
+        ("wgmma: mma.sync instead", "no PTX seen of kernel paged_attention_prefill_wgmma"),
     ],
 )
 def test_a_planted_fault_is_found(planted_problems, fault, message):

@@ -13,8 +13,14 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_GROUP = 16
 MAX_DECODE_QUERIES = 8
 
+WGMMA_ROWS = 64
+"""Rows of a warpgroup's product."""
+
 _MAX_COLUMNS = 32
 """Most query columns of a decode tile; more would not fit in registers."""
+
+_MAX_WGMMA_HEAD_DIM = 128
+"""Sums of 64 rows of larger heads leave a warpgroup too few of its 168 registers a thread."""
 
 _MAX_PARTIAL_BYTES = 128 * 2**20
 """Most bytes of partial results that a decode call may ask for."""
@@ -48,10 +54,14 @@ class DecodeTile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillTile:
-    """A tile of the prefill kernel: ``queries`` tokens of one row times the heads of one KV head,
-    in ``rows`` rows, 16 per row warp; the rest as for ``DecodeTile``.
+    """A tile of a prefill kernel: ``queries`` tokens of one row times the heads of one KV head, in
+    ``rows`` rows, 16 per row warp; the rest as for ``DecodeTile``.
+
+    Attributes:
+      instruction: ``"mma_sync"`` (``prefill``) or ``"wgmma"`` (``prefill_wgmma``).
     """
 
+    instruction: str = "mma_sync"
     queries: int
     rows: int
     row_warps: int
@@ -93,7 +103,11 @@ def shared_bytes(tile: DecodeTile | PrefillTile, head_dim: int, itemsize: int = 
     """Shared memory of one thread block, about: pipeline, weights, reductions, barriers."""
     rows = tile.columns if isinstance(tile, DecodeTile) else tile.rows
     pipeline = 2 * tile.stages * tile.chunk * head_dim * itemsize
-    queries = rows * head_dim * itemsize if isinstance(tile, PrefillTile) and head_dim > 128 else 0
+    queries = rows * head_dim * itemsize
+    if isinstance(tile, PrefillTile) and tile.instruction == "wgmma":
+        return pipeline + queries + 1024
+    if isinstance(tile, DecodeTile) or head_dim <= 128:
+        queries = 0
     return pipeline + queries + rows * tile.chunk * itemsize + 4096
 
 
@@ -103,6 +117,8 @@ def blocks_per_sm(tile: DecodeTile | PrefillTile, head_dim: int, target: Target)
     """
     by_shared = target.shared_bytes // (shared_bytes(tile, head_dim) + 1024)
     by_registers = 2
+    if isinstance(tile, PrefillTile) and tile.instruction == "wgmma":
+        by_registers = 1
     if isinstance(tile, DecodeTile) and (tile.columns <= 16 or head_dim == 80):
         by_registers = 3
     return max(1, min(by_registers, by_shared))
@@ -141,19 +157,51 @@ def choose_config(
     decode = dataclasses.replace(decode, swizzle=swizzle)
     tuned = tuning.lookup("paged_attention_decode", chip, shape)
     decode = dataclasses.replace(decode, **tuned)
+    tuned = tuning.lookup("paged_attention_prefill", chip, shape)
+    best = "wgmma" if target.wgmma and head_dim <= _MAX_WGMMA_HEAD_DIM else "mma_sync"
+    if tuned.pop("instruction", best) == "wgmma":
+        prefill = _wgmma_tile(group, head_dim, target)
+    else:
+        prefill = _prefill_tile(group, head_dim)
+    prefill = dataclasses.replace(prefill, swizzle=swizzle, **tuned)
+    return Config(num_kv_heads=num_kv_heads, group=group, decode=decode, prefill=prefill)
+
+
+def _prefill_tile(group: int, head_dim: int) -> PrefillTile:
     # Sums of 64 rows of the largest heads would take half of all registers.
     row_warps = 4 if head_dim <= 128 else 2
-    prefill = PrefillTile(
+    return PrefillTile(
         queries=16 * row_warps // group,
         rows=16 * row_warps,
         row_warps=row_warps,
         # For larger heads longer chunks would not leave room in registers.
         chunk=64 if head_dim <= 80 else 32,
         stages=3 if head_dim <= 128 else 2,
-        swizzle=swizzle,
+        swizzle=128,
     )
-    prefill = dataclasses.replace(prefill, **tuning.lookup("paged_attention_prefill", chip, shape))
-    return Config(num_kv_heads=num_kv_heads, group=group, decode=decode, prefill=prefill)
+
+
+def _wgmma_tile(group: int, head_dim: int, target: Target) -> PrefillTile:
+    """Two warpgroups of rows, one thread block on an SM.
+
+    Raises:
+      ValueError: there is no such kernel; only a wrong tuning table asks for it then.
+    """
+    if head_dim > _MAX_WGMMA_HEAD_DIM or not (target.wgmma or target.interpret):
+        raise ValueError(
+            "paged_attention_prefill: a tuning table asks for instruction 'wgmma', which is for "
+            f"Hopper and head_dim up to {_MAX_WGMMA_HEAD_DIM}, not {head_dim}"
+        )
+    rows = 2 * WGMMA_ROWS
+    return PrefillTile(
+        instruction="wgmma",
+        queries=rows // group,
+        rows=rows,
+        row_warps=rows // 16,
+        chunk=64,
+        stages=4,
+        swizzle=128,
+    )
 
 
 def _check_supported(

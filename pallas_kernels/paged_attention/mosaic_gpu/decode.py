@@ -6,14 +6,13 @@ joins a row's splits. Where a split begins depends on static shapes only, so a r
 not depend on the rows beside it.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_attention.mosaic_gpu.config import Config, blocks_per_sm
+from pallas_kernels.paged_attention.mosaic_gpu.launch import Call, Inputs, launch
 from pallas_kernels.paged_attention.mosaic_gpu.pipeline import (
     HIDDEN,
     Stream,
@@ -22,7 +21,6 @@ from pallas_kernels.paged_attention.mosaic_gpu.pipeline import (
     scratch_types,
     to_logits,
 )
-from pallas_kernels.paged_attention.mosaic_gpu.target import Target
 
 NAME = "paged_attention_decode"
 
@@ -36,12 +34,7 @@ def decode(
     items: jax.Array,
     first_block: jax.Array,
     *,
-    num_blocks: int,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    config: Config,
-    target: Target,
+    call: Call,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Partial attention of each piece of decode work.
 
@@ -58,117 +51,61 @@ def decode(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    tile, num_kv_heads = config.decode, config.num_kv_heads
-    head_dim, dtype = q.shape[3], k_pool.dtype
-    num_items = items.shape[0]
-    most = num_items * num_kv_heads
-    num_ctas = min(most, target.num_sms * blocks_per_sm(tile, head_dim, target))
-    body = functools.partial(
-        _body,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        num_blocks=num_blocks,
-        num_ctas=num_ctas,
-        config=config,
-        target=target,
-    )
-    weights = plgpu.SMEM((tile.chunk, tile.columns), dtype)
+    tile, num_kv_heads = call.config.decode, call.config.num_kv_heads
+    num_items, head_dim, dtype = items.shape[0], q.shape[3], k_pool.dtype
     columns = (num_items, num_kv_heads, tile.columns)
-    kernel = plgpu.kernel(
-        body,
-        grid=(num_ctas,),
-        grid_names=("cta",),
-        kernel_name=NAME,
+    return launch(
+        _body,
+        *(q, k_pool, v_pool, block_tables, count, items, first_block),
+        name=NAME,
+        call=call,
+        tile=tile,
         out_type=[
             jax.ShapeDtypeStruct((num_items, num_kv_heads, head_dim, tile.columns), jnp.float32),
             jax.ShapeDtypeStruct(columns, jnp.float32),
             jax.ShapeDtypeStruct(columns, jnp.float32),
         ],
-        scratch_types=[weights, *scratch_types(tile, k_pool.shape[1], head_dim, dtype)],
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        scratch_types=[
+            plgpu.SMEM((tile.chunk, tile.columns), dtype),
+            *scratch_types(tile, k_pool.shape[1], head_dim, dtype),
+        ],
     )
-    return kernel(q, k_pool, v_pool, block_tables, count, items, first_block)
 
 
 def _body(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    table_ref: Any,
-    count_ref: Any,
-    item_ref: Any,
-    first_block_ref: Any,
+    inputs: Inputs,
     out_ref: Any,
     high_ref: Any,
     total_ref: Any,
     weights: Any,
-    k_stages: Any,
-    v_stages: Any,
-    k_barriers: Any,
-    v_barriers: Any,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    num_blocks: int,
+    *stages: Any,
+    call: Call,
     num_ctas: int,
-    config: Config,
-    target: Target,
 ) -> None:
-    tile, num_kv_heads = config.decode, config.num_kv_heads
-    cta = lax.axis_index("cta")
-    first_block = first_block_ref[0]
-    work = count_ref[0] * num_kv_heads
+    tile = call.config.decode
 
-    def piece(turn: jax.Array, _: None) -> None:
-        index = cta + turn * num_ctas
-        # Heads of one block lie side by side in memory, and run side by side.
-        item, head = index // num_kv_heads, lax.rem(index, num_kv_heads)
-        row, begin, position, context = (item_ref[item, c] for c in range(4))
+    def piece(item: jax.Array, head: jax.Array, _: None) -> None:
+        row, begin, position, context = (inputs.items[item, c] for c in range(4))
         end = jnp.minimum(begin + tile.split, context)
         oldest = jnp.int32(0)
-        if sliding_window is not None:
-            oldest = jnp.maximum(position - sliding_window + 1, 0)
+        if call.sliding_window is not None:
+            oldest = jnp.maximum(position - call.sliding_window + 1, 0)
             begin = jnp.maximum(begin, oldest // tile.chunk * tile.chunk)
-        stream = Stream(
-            k_ref=k_ref,
-            v_ref=v_ref,
-            table_ref=table_ref,
-            k_stages=k_stages,
-            v_stages=v_stages,
-            k_barriers=k_barriers,
-            v_barriers=v_barriers,
-            tile=tile,
-            target=target,
-            row=row,
-            head=head,
-            begin=begin,
-            num_chunks=(jnp.maximum(end - begin, 0) + tile.chunk - 1) // tile.chunk,
-            first_block=first_block,
-            num_blocks=num_blocks,
-            head_dim=q_ref.shape[3],
-        )
         out, high, total = _attend(
-            q_ref.at[row, head],
-            stream,
+            inputs.q.at[row, head],
+            inputs.stream(stages, call, tile, row=row, head=head, begin=begin, end=end),
             weights,
             position=position,
             oldest=oldest,
             end=end,
             context=context,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            config=config,
+            call=call,
         )
         _store(out_ref.at[item, head], out)
         _store(high_ref.at[item, head], high)
         _store(total_ref.at[item, head], total)
 
-    lax.fori_loop(0, (work - cta + num_ctas - 1) // num_ctas, piece, None)
+    inputs.for_each_piece(call, num_ctas, piece)
 
 
 def _store(ref: Any, value: jax.Array) -> None:
@@ -186,17 +123,14 @@ def _attend(
     oldest: jax.Array,
     end: jax.Array,
     context: jax.Array,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    config: Config,
+    call: Call,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of one tile over the stream: sums ``[D, columns]``, and per column the largest
     logit and the total weight.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    tile, dtype, head_dim = config.decode, stream.k_ref.dtype, stream.head_dim
+    tile, dtype, head_dim = call.config.decode, stream.k_ref.dtype, stream.head_dim
     lhs = plgpu.Layout.MMA_LHS(dtype, m_warps=tile.row_warps)
     rhs = plgpu.Layout.MMA_RHS(dtype, m_warps=tile.row_warps)
     acc = plgpu.Layout.MMA_ACC(dtype, m_warps=tile.row_warps)
@@ -228,11 +162,11 @@ def _attend(
         positions = position
         if tile.queries > 1:
             # Columns past the row's queries show nothing of what lies after its context.
-            queries = lax.div(iota(logits_shape, 1, acc), jnp.int32(config.group))
+            queries = lax.div(iota(logits_shape, 1, acc), jnp.int32(call.config.group))
             positions = jnp.minimum(queries + position, context - 1)
         seen = tokens <= positions
-        if sliding_window is not None:
-            seen &= tokens > positions - sliding_window
+        if call.sliding_window is not None:
+            seen &= tokens > positions - call.sliding_window
         return seen
 
     def step(i: jax.Array, carry: tuple) -> tuple:
@@ -246,7 +180,7 @@ def _attend(
         for part, b in zip(lanes, q, strict=True):
             k = plgpu.load(stream.k_stages.at[slot, :, part], layout=lhs, optimized=False)
             logits = product(logits, k, queries(part) if b is None else b)
-        logits = to_logits(logits, scale, soft_cap)
+        logits = to_logits(logits, call.scale, call.soft_cap)
         logits = jnp.where(visible(first), logits, HIDDEN)
         new_high = jnp.maximum(high, jnp.max(logits, axis=0))
         shrink = jnp.exp2(high - new_high)

@@ -1,7 +1,5 @@
 """``make_metadata`` and ``paged_attention`` on Mosaic GPU."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,7 +12,9 @@ from pallas_kernels.paged_attention.mosaic_gpu.config import (
     choose_config,
 )
 from pallas_kernels.paged_attention.mosaic_gpu.decode import decode
+from pallas_kernels.paged_attention.mosaic_gpu.launch import Call
 from pallas_kernels.paged_attention.mosaic_gpu.prefill import prefill
+from pallas_kernels.paged_attention.mosaic_gpu.prefill_wgmma import prefill_wgmma
 from pallas_kernels.paged_attention.mosaic_gpu.target import find_target
 from pallas_kernels.paged_attention.mosaic_gpu.work import WorkList, make_work_list
 
@@ -95,7 +95,7 @@ def paged_attention(
     ]
     first_block = jnp.asarray(layer, jnp.int32).reshape(1) * num_blocks
     tables = block_tables.astype(jnp.int32)
-    options = dict(
+    call = Call(
         num_blocks=num_blocks,
         scale=scale,
         sliding_window=sliding_window,
@@ -105,10 +105,10 @@ def paged_attention(
     )
     queries = q.astype(pools[0].dtype)
     arrays = (*pools, tables, first_block, metadata)
-    decoded = decode_rows(queries, *arrays, **options)
+    decoded = decode_rows(queries, *arrays, call=call)
     filled = None
     if metadata.prefill_items.shape[0]:
-        filled = prefill_tiles(queries, *arrays, out_dtype=q.dtype, **options)
+        filled = prefill_tiles(queries, *arrays, out_dtype=q.dtype, call=call)
     return _gather(q, decoded, filled, metadata)
 
 
@@ -119,12 +119,13 @@ def decode_rows(
     block_tables: jax.Array,
     first_block: jax.Array,
     work: WorkList,
-    **options: Any,
+    *,
+    call: Call,
 ) -> jax.Array:
     """``[R, K, D, columns]`` float32: output of the rows with few queries."""
     queries = _tiles(q, work.starts, work.config.decode, work.config)
     counted = (work.decode_count, work.decode_items, first_block)
-    partial = decode(queries, k_pool, v_pool, block_tables, *counted, **options)
+    partial = decode(queries, k_pool, v_pool, block_tables, *counted, call=call)
     return combine(*partial, work.first_items, work.num_items, config=work.config)
 
 
@@ -135,12 +136,16 @@ def prefill_tiles(
     block_tables: jax.Array,
     first_block: jax.Array,
     work: WorkList,
-    **options: Any,
+    *,
+    out_dtype: jax.typing.DTypeLike,
+    call: Call,
 ) -> jax.Array:
     """``[W, K, rows, D]`` of ``out_dtype``: output of the other rows' tiles."""
     queries = _tiles(q, work.prefill_items[:, 3], work.config.prefill, work.config)
     counted = (work.prefill_count, work.prefill_items, first_block)
-    return prefill(queries, k_pool, v_pool, block_tables, *counted, **options)
+    kernel = prefill_wgmma if work.config.prefill.instruction == "wgmma" else prefill
+    arrays = (queries, k_pool, v_pool, block_tables, *counted)
+    return kernel(*arrays, out_dtype=out_dtype, call=call)
 
 
 def _numbers(pool: jax.Array) -> jax.Array:

@@ -58,6 +58,9 @@ def copies_per_chunk(chunk: int, block_size: int) -> int:
 class Stream:
     """Keys and values of one KV head of one row, from token ``begin`` on, in chunks.
 
+    ``filled`` counts the chunks that went through the stages before these; 0 where every stream
+    begins at the first stage.
+
     With TMA a stage's barrier tells when its copies have landed, and a stage is filled again as
     soon as its chunk has been used. With ``cp.async`` the copies are waited for in order, and the
     stage of the chunk before is filled after that wait, since only then every warp is done with it.
@@ -79,6 +82,11 @@ class Stream:
     first_block: jax.Array
     num_blocks: int
     head_dim: int
+    filled: jax.Array | int = 0
+
+    def slot(self, i: jax.Array | int) -> jax.Array:
+        """The stage of chunk ``i``."""
+        return lax.rem(jnp.int32(i) + self.filled, jnp.int32(self.tile.stages))
 
     def blocks(self, i: jax.Array | int) -> list[jax.Array]:
         """The pool's blocks that chunk ``i`` lies in. Entries past the needed ones may hold
@@ -95,24 +103,37 @@ class Stream:
 
     def copy(self, i: jax.Array | int, blocks: list[jax.Array]) -> None:
         """Starts the copies of chunk ``i``, which lies in ``blocks``."""
+        self.copy_keys(i, blocks, self.slot(i))
+        self.copy_values(i, blocks, self.slot(i))
+
+    def copy_keys(self, i: jax.Array | int, blocks: list[jax.Array], slot: jax.Array) -> None:
+        self._copy(self.k_ref, self.k_stages, self.k_barriers, i, blocks, slot)
+
+    def copy_values(self, i: jax.Array | int, blocks: list[jax.Array], slot: jax.Array) -> None:
+        self._copy(self.v_ref, self.v_stages, self.v_barriers, i, blocks, slot)
+
+    def _copy(
+        self,
+        source: Any,
+        stages: Any,
+        barriers: Any,
+        i: jax.Array | int,
+        blocks: list[jax.Array],
+        slot: jax.Array,
+    ) -> None:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         block_size, chunk = self.k_ref.shape[1], self.tile.chunk
-        slot = lax.rem(jnp.int32(i), jnp.int32(self.tile.stages))
         size = min(block_size, chunk)
         offset = 0 if block_size <= chunk else lax.rem(self.begin + i * chunk, block_size)
         lanes = pl.ds(self.head * self.head_dim, self.head_dim)
-        for source, stages, barriers in (
-            (self.k_ref, self.k_stages, self.k_barriers),
-            (self.v_ref, self.v_stages, self.v_barriers),
-        ):
-            for j, block in enumerate(blocks):
-                plgpu.copy_gmem_to_smem(
-                    source.at[block, pl.ds(offset, size), lanes],
-                    stages.at[slot, pl.ds(j * size, size)],
-                    barriers.at[slot] if self.target.tma else None,
-                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                )
+        for j, block in enumerate(blocks):
+            plgpu.copy_gmem_to_smem(
+                source.at[block, pl.ds(offset, size), lanes],
+                stages.at[slot, pl.ds(j * size, size)],
+                barriers.at[slot] if self.target.tma else None,
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
 
     def start(self) -> None:
         """Fills the pipeline."""
@@ -135,7 +156,7 @@ class Stream:
 
         stages = self.tile.stages
         if self.target.tma:
-            plgpu.barrier_wait(self.k_barriers.at[lax.rem(i, jnp.int32(stages))])
+            plgpu.barrier_wait(self.k_barriers.at[self.slot(i)])
             return
         # Each copy is a group of its own; at most the chunks after i may still be on their way.
         per_chunk = 2 * copies_per_chunk(self.tile.chunk, self.k_ref.shape[1])
@@ -160,7 +181,7 @@ class Stream:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         if self.target.tma:
-            plgpu.barrier_wait(self.v_barriers.at[lax.rem(i, jnp.int32(self.tile.stages))])
+            plgpu.barrier_wait(self.v_barriers.at[self.slot(i)])
 
     def upcoming(self, i: jax.Array) -> list[jax.Array] | None:
         """Table entries of the chunk that takes chunk ``i``'s stage, read before ``i`` is worked

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.mosaic_gpu import decode, entry, prefill
+from pallas_kernels.paged_attention.mosaic_gpu import decode, entry, prefill, prefill_wgmma
 from pallas_kernels.paged_attention.mosaic_gpu.config import DecodeTile, PrefillTile, choose_config
+from pallas_kernels.paged_attention.mosaic_gpu.launch import Call
 from pallas_kernels.paged_attention.mosaic_gpu.target import Target
 from pallas_kernels.pool import pool_shape
 from pallas_kernels.specs import KernelSpec
@@ -50,11 +51,11 @@ def _call(
         pool.reshape(num_layers * num_blocks, block_size, num_kv_heads * head_dim)
         for pool in (k_pool, v_pool)
     ]
-    rest = dict(options, num_blocks=num_blocks, config=work.config, target=entry.find_target())
+    call = Call(num_blocks=num_blocks, config=work.config, target=entry.find_target(), **options)
     where = (block_tables, layer.reshape(1) * num_blocks, work)
     if only == "decode":
-        return entry.decode_rows(q, *pools, *where, **rest)
-    return entry.prefill_tiles(q, *pools, *where, out_dtype=q.dtype, **rest)
+        return entry.decode_rows(q, *pools, *where, call=call)
+    return entry.prefill_tiles(q, *pools, *where, out_dtype=q.dtype, call=call)
 
 
 def _spec(
@@ -87,9 +88,13 @@ def _spec(
         block_size=block_size,
         dtype=dtype,
         decode_queries=decode_queries,
-        target=Target(tma=chip != "a100"),
+        target=Target(tma=chip != "a100", wgmma=chip in ("h100", "h200")),
     )
-    names = {"decode": (decode.NAME,), "prefill": (prefill.NAME,)}
+    on_warpgroups = config.prefill.instruction == "wgmma"
+    prefill_name = prefill_wgmma.NAME if on_warpgroups else prefill.NAME
+    names = {"decode": (decode.NAME,), "prefill": (prefill_name,)}
+    copies = "cp_async16" if chip == "a100" else "tma"
+    wgmma = on_warpgroups and only == "prefill"
     return KernelSpec(
         name=f"paged_attention.{case}",
         function=functools.partial(
@@ -105,8 +110,8 @@ def _spec(
             pool,
             *(jax.ShapeDtypeStruct(x, jnp.int32) for x in integers),
         ),
-        kernels=names.get(only, (decode.NAME, prefill.NAME)),
-        require=("mma_sync", "ldmatrix", "cp_async16" if chip == "a100" else "tma"),
+        kernels=names.get(only, (decode.NAME, prefill_name)),
+        require=("wgmma", copies) if wgmma else ("mma_sync", "ldmatrix", copies),
         memory_bound=only == "decode",
         bytes_in_flight=_bytes_in_flight(getattr(config, only or "decode"), head_dim),
     )

@@ -9,19 +9,23 @@ from pallas_kernels.mosaic import require_mosaic_gpu
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """A chip as the kernels see it. It decides how data is copied and how many thread blocks are
-    started, never what is computed.
+    """A chip as the kernels see it.
+
+    It decides how data is copied, how many thread blocks are started and which instruction
+    multiplies: the same result but for the last bits, and the same for all steps on one chip.
 
     Attributes:
       interpret: the kernel runs in Pallas's interpreter on the CPU.
       tma: copies to shared memory are TMA transfers that arrive on barriers (Hopper and later);
         otherwise ``cp.async``.
+      wgmma: the tensor cores multiply for whole warpgroups, from shared memory (Hopper only).
       num_sms: streaming multiprocessors.
       shared_bytes: shared memory of one of them.
     """
 
     interpret: bool = False
     tma: bool = True
+    wgmma: bool = False
     num_sms: int = 132
     shared_bytes: int = 233472
 
@@ -62,6 +66,7 @@ def find_target() -> Target:
         )
     return Target(
         tma=arch >= (9, 0),
+        wgmma=arch == (9, 0),
         num_sms=getattr(device, "core_count", None) or _NUM_SMS.get(arch, 132),
         shared_bytes=_SHARED_BYTES.get(arch, 233472),
     )
