@@ -5,6 +5,7 @@ and on jax 0.10 it is another interface.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,16 @@ def row_layout(num_elements: int, dtype: jax.typing.DTypeLike):
         f"rows of num_kv_heads * head_dim = {num_elements} elements; the GPU kernels need a "
         "multiple of 16"
     )
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Store an array to a reference, in whatever accesses its layout gives."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:  # jax 0.11
+        ref[...] = value
 
 
 def copy_params():

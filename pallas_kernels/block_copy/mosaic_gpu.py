@@ -18,6 +18,7 @@ from pallas_kernels.mosaic import (
     copy_params,
     require_mosaic_gpu,
     row_layout,
+    store,
 )
 
 COPY_NAME, GATHER_NAME, SCATTER_NAME = "copy_blocks", "gather_blocks", "scatter_blocks"
@@ -121,7 +122,7 @@ def copy_blocks(
                 ]
                 for j, i in enumerate(copies):
                     for (_, staging), x in zip(pools, loaded[2 * j : 2 * j + 2], strict=True):
-                        plgpu.store(staging.at[i], x, optimized=False)
+                        store(staging.at[i], x)
 
             def write_out():
                 for i, (_, target, real) in zip(copies, pairs, strict=True):
@@ -130,7 +131,7 @@ def copy_blocks(
                     def _(i=i, target=target):
                         for ref, staging in pools:
                             x = plgpu.load(staging.at[i], layout=layout, optimized=False)
-                            plgpu.store(ref.at[layer, target, part], x, optimized=False)
+                            store(ref.at[layer, target, part], x)
 
             pl.when(wanted)(write_out if write else read)
 
@@ -186,7 +187,7 @@ def gather_blocks(
                     for ref in (k_ref, v_ref)
                 ]
                 for buffer, x in zip(buffers, loaded, strict=True):
-                    plgpu.store(buffer.at[i, layer, part], x, optimized=False)
+                    store(buffer.at[i, layer, part], x)
 
         def zero(row, part):
             i, layer, block = place(row)
@@ -195,7 +196,7 @@ def gather_blocks(
             def _():
                 zeros = plgpu.layout_cast(jnp.zeros((chunk,), k_pool.dtype), layout)
                 for buffer in buffers:
-                    plgpu.store(buffer.at[i, layer, part], zeros, optimized=False)
+                    store(buffer.at[i, layer, part], zeros)
 
         # Two loops: as two branches of one, the compiler merges their stores into one of a
         # selected value, and makes each 16-byte store eight of 2 bytes.
@@ -244,7 +245,7 @@ def scatter_blocks(
                     for ref in (k_blocks_ref, v_blocks_ref)
                 ]
                 for ref, x in zip((k_ref, v_ref), loaded, strict=True):
-                    plgpu.store(ref.at[layer, block, part], x, optimized=False)
+                    store(ref.at[layer, block, part], x)
 
         _for_each_item(item, count * num_layers, num_elements, chunk)
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import tuning
-from pallas_kernels.mosaic import copy_params, require_mosaic_gpu, row_layout
+from pallas_kernels.mosaic import copy_params, require_mosaic_gpu, row_layout, store
 from pallas_kernels.pool import to_storage
 
 NAME = "write_kv"
@@ -69,8 +69,8 @@ def write_kv(
 
             @pl.when(real)
             def _(slot=slot, k_row=k_row, v_row=v_row):
-                plgpu.store(k_pool_ref.at[layer, slot], k_row, optimized=False)
-                plgpu.store(v_pool_ref.at[layer, slot], v_row, optimized=False)
+                store(k_pool_ref.at[layer, slot], k_row)
+                store(v_pool_ref.at[layer, slot], v_row)
 
     kernel = plgpu.kernel(
         body,

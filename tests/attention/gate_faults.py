@@ -28,7 +28,7 @@ MERGED = """            @pl.when(jnp.logical_not(_within(block, num_blocks)))
             def _():
                 zeros = plgpu.layout_cast(jnp.zeros((chunk,), k_pool.dtype), layout)
                 for buffer in buffers:
-                    plgpu.store(buffer.at[i, layer, part], zeros, optimized=False)
+                    store(buffer.at[i, layer, part], zeros)
 """
 COPIED = """kernel(src, dst, *refs))(pools)
     return tuple(x.reshape(k_pool.shape) for x in pools)
@@ -59,10 +59,9 @@ FAULTS = {
             (TWO_LOOPS, "        _for_each_item(copy, count * num_layers, num_elements, chunk)\n"),
             (
                 "                for buffer, x in zip(buffers, loaded, strict=True):\n"
-                "                    plgpu.store(buffer.at[i, layer, part], x, optimized=False)\n",
+                "                    store(buffer.at[i, layer, part], x)\n",
                 "                for buffer, x in zip(buffers, loaded, strict=True):\n"
-                "                    plgpu.store(buffer.at[i, layer, part], x, optimized=False)\n\n"
-                + MERGED,
+                "                    store(buffer.at[i, layer, part], x)\n\n" + MERGED,
             ),
         ),
         {},

@@ -109,8 +109,8 @@ def test_rows_that_no_layout_fits_are_refused():
         mosaic_gpu.write_kv(*case(heads=1, head_dim=72), layer=0)
 
 
-STORE_K = "plgpu.store(k_pool_ref.at[layer, slot], k_row, optimized=False)"
-STORE_V = "plgpu.store(v_pool_ref.at[layer, slot], v_row, optimized=False)"
+STORE_K = "store(k_pool_ref.at[layer, slot], k_row)"
+STORE_V = "store(v_pool_ref.at[layer, slot], v_row)"
 # Fault: what is changed in the kernel's source. Each must be found by the comparison above, or by
 # the interpreter itself.
 FAULTS = {

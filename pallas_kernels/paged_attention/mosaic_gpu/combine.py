@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.mosaic import store
 from pallas_kernels.paged_attention.mosaic_gpu.config import Config
 from pallas_kernels.paged_attention.mosaic_gpu.pipeline import HIDDEN
 
@@ -117,4 +118,4 @@ def _body(
         high = lax.fori_loop(0, turns, highest, full(shape[1:], column, HIDDEN))
         start = full(shape, matrix, 0.0), full(shape[1:], column, 0.0)
         acc, total = lax.fori_loop(0, turns, functools.partial(add, high=high), start)
-        plgpu.store(result_ref.at[row, head], acc / spread(total), optimized=False)
+        store(result_ref.at[row, head], acc / spread(total))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.mosaic import store
 from pallas_kernels.paged_attention.mosaic_gpu.launch import Call, Inputs, launch
 from pallas_kernels.paged_attention.mosaic_gpu.pipeline import (
     HIDDEN,
@@ -109,9 +110,8 @@ def _body(
 
 
 def _store(ref: Any, value: jax.Array) -> None:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    plgpu.store(ref, value, optimized=False)
+    store(ref, value)
 
 
 def _attend(
@@ -187,7 +187,7 @@ def _attend(
         weight = jnp.exp2(logits - spread(new_high, logits_shape))
         total = total * spread(shrink, logits_shape) + weight
         out = out * spread(shrink, out_shape)
-        plgpu.store(weights_ref, weight.astype(dtype), optimized=False)
+        store(weights_ref, weight.astype(dtype))
 
         stream.wait_values(i)
         v = plgpu.load(stream.v_stages.at[slot].T, layout=lhs, optimized=False)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.mosaic import store
 from pallas_kernels.paged_attention.mosaic_gpu.config import PrefillTile
 from pallas_kernels.paged_attention.mosaic_gpu.launch import Call, Inputs, launch
 from pallas_kernels.paged_attention.mosaic_gpu.piece import Piece, open_piece
@@ -80,7 +81,6 @@ def _body(
     call: Call,
     num_ctas: int,
 ) -> None:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
     tile, head_dim = call.config.prefill, inputs.q.shape[3]
 
@@ -89,7 +89,7 @@ def _body(
         outs = _attend(inputs.q.at[item, head], piece, queries, weights, call=call)
         for part, out in zip(_out_slices(head_dim, tile), outs, strict=True):
             place = out_ref.at[item, head, :, part]
-            plgpu.store(place, out.astype(out_ref.dtype), optimized=False)
+            store(place, out.astype(out_ref.dtype))
 
     inputs.for_each_piece(call, num_ctas, attend)
 

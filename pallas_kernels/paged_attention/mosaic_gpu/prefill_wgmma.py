@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.mosaic import store
 from pallas_kernels.paged_attention.mosaic_gpu.config import WGMMA_ROWS
 from pallas_kernels.paged_attention.mosaic_gpu.launch import Call, Inputs, launch
 from pallas_kernels.paged_attention.mosaic_gpu.piece import Piece, open_piece
@@ -91,7 +92,6 @@ class _Shared:
 
 
 def _body(inputs: Inputs, out_ref: Any, *shared: Any, call: Call, num_ctas: int) -> None:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
     shared = _Shared(*shared)
     groups = call.config.prefill.rows // WGMMA_ROWS
@@ -108,7 +108,7 @@ def _body(inputs: Inputs, out_ref: Any, *shared: Any, call: Call, num_ctas: int)
         piece = open_(item, head, filled)
         out = _attend(piece, shared, group, call)
         place = out_ref.at[item, head, pl.ds(group * WGMMA_ROWS, WGMMA_ROWS)]
-        plgpu.store(place, out.astype(out_ref.dtype), optimized=False)
+        store(place, out.astype(out_ref.dtype))
         return filled + piece.stream.num_chunks
 
     @pl.when(group < groups)
@@ -302,7 +302,7 @@ def _clean(
         v = plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
         tokens = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
         seen = piece.seen(tokens + (first + start))
-        plgpu.store(place, jnp.where(seen, v, jnp.zeros((), v.dtype)), optimized=False)
+        store(place, jnp.where(seen, v, jnp.zeros((), v.dtype)))
 
     @pl.when((first < piece.oldest) | (first + tile.chunk > piece.end))
     def _():
