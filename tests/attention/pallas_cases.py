@@ -17,6 +17,10 @@ needs_mosaic_gpu = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
     reason="the Mosaic GPU of jax 0.10 has no mma.sync, and a weak interpreter",
 )
+needs_early_exit = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12),
+    reason="the interpreter of jax 0.11 wants every warpgroup to wait for every barrier",
+)
 
 
 def edge_lengths(block_size: int, chunk: int, split: int, most: int) -> list[int]:

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import bits
-from pallas_cases import check, compiled, edge_lengths, needs_mosaic_gpu, poisoned, run
+from pallas_cases import check, compiled, edge_lengths, needs_early_exit, poisoned, run
 from test_pallas_attention import BASE, GROUPS, STEPS
 
 from pallas_kernels.paged_attention.mosaic_gpu import config
 from pallas_kernels.paged_attention.mosaic_gpu.config import BLOCK_SIZES, choose_config
 from pallas_kernels.paged_attention.mosaic_gpu.target import Target
 
-pytestmark = [needs_mosaic_gpu, pytest.mark.timeout(300)]
+pytestmark = [needs_early_exit, pytest.mark.timeout(300)]
 
 HEAD_DIMS = (64, 80, 96, 128)
 

@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from pallas_cases import needs_mosaic_gpu
+from pallas_cases import needs_early_exit
 from test_pallas_faults import WINDOW, outcome, plant
 
 from pallas_kernels.paged_attention.mosaic_gpu import config, piece, pipeline, prefill_wgmma
 
-pytestmark = [needs_mosaic_gpu, pytest.mark.timeout(300)]
+pytestmark = [needs_early_exit, pytest.mark.timeout(300)]
 
 # A chunk of a prompt over more chunks than stages, and a prompt, of two KV heads each: four pieces
 # of one thread block.
