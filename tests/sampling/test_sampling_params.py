@@ -28,6 +28,7 @@ def test_defaults_are_vllms() -> None:
         "skip_special_tokens": True,
         "include_stop_str_in_output": False,
         "priority": 0,
+        "cache_salt": None,
     }
 
 

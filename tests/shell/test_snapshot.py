@@ -159,9 +159,11 @@ def test_in_another_process(tmp_path, uninterrupted):
         "    tokens.setdefault(delta.request_id, []).extend(delta.outputs[0].token_ids)\n"
         "print(json.dumps(tokens))\n"
     )
+    # Its weights must be the same to the last bit, so compiled alike (tests/conftest.py).
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     result = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "state")],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        cwd=ROOT, env=environment, capture_output=True, text=True,
         timeout=300, check=True,
     )  # fmt: skip
     for request_id, rest in json.loads(result.stdout.splitlines()[-1]).items():
