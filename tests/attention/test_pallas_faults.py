@@ -176,6 +176,12 @@ FAULTS = {
         (),
         "race|barrier",
     ),
+    "pipeline: copies into the next stage": (
+        pipeline,
+        [("blocks, self.slot(i))", "blocks, self.slot(i + 1))")],
+        (),
+        "barrier",
+    ),
     "pipeline: barrier expects too few copies": (
         pipeline, [("num_arrivals=arrivals", "num_arrivals=arrivals - 1")], (),
         "race|barrier",
@@ -201,9 +207,6 @@ FAULTS = {
 }  # fmt: skip
 
 HANGS = {
-    "copies into the next stage": (
-        "blocks, self.slot(i))", "blocks, self.slot(i + 1))",
-    ),
     "barrier expects too many copies": ("num_arrivals=arrivals", "num_arrivals=arrivals + 1"),
 }  # fmt: skip
 
