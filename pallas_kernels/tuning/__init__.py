@@ -33,6 +33,9 @@ ROUNDED = frozenset({"batch", "num_tokens", "context", "max_context"})
 
 CHIP_NAMES = (("a100", "A100"), ("h100", "H100"), ("h200", "H200"), ("b200", "B200"))
 
+HOPPER = ("h100", "h200")
+"""Chips with `wgmma`."""
+
 
 def chip_of(device_kind: str) -> str | None:
     """``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``, or None for a chip without tables."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpu_bench.cases import Arrays, Case, make_arrays
-from gpu_bench.tables import HOPPER, using
+from gpu_bench.tables import using
 from pallas_kernels import (
     NULL,
     copy_blocks,
@@ -167,7 +167,7 @@ def check_all(*, implementation: str = "pallas", tiny: bool = False) -> Iterator
     for name, case, options in attention_cases(tiny=tiny):
         yield check_attention(name, case, implementation=implementation, **options)
         # On Hopper prompts have a kernel of their own; what other chips do is checked there too.
-        if tuning.current_chip() in HOPPER and max(case.query_lens) > 1:
+        if tuning.current_chip() in tuning.HOPPER and max(case.query_lens) > 1:
             with using("paged_attention_prefill", {"instruction": "mma_sync"}):
                 check = check_attention(
                     f"{name}, mma.sync", case, implementation=implementation, **options

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gpu_bench.cases import Arrays, Case
-from gpu_bench.tables import HOPPER, using
+from gpu_bench.tables import using
 from pallas_kernels import make_metadata, paged_attention, tuning
 
 Made = tuple[Callable[..., jax.Array], jax.Array, tuple]
@@ -56,7 +56,7 @@ def mma_sync(case: Case, arrays: Arrays) -> Made:
     """This project's attention with the other chips' prefill on Hopper, which has its own."""
     if max(case.query_lens) == 1:
         raise Unavailable("prefill only")
-    if tuning.current_chip() not in HOPPER:
+    if tuning.current_chip() not in tuning.HOPPER:
         raise Unavailable("what 'pallas' does on every chip but Hopper")
     with using("paged_attention_prefill", {"instruction": "mma_sync"}):
         return ours("pallas")(case, arrays)

@@ -7,9 +7,6 @@ from unittest import mock
 
 from pallas_kernels import tuning
 
-HOPPER = ("h100", "h200")
-"""Chips that have a prefill of their own (``instruction`` "wgmma")."""
-
 Use = dict[str, Any]
 
 

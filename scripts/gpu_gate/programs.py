@@ -56,11 +56,13 @@ def step_kernels(attention: str | None, chip_name: str) -> tuple[str, ...]:
     """Kernels that must be in a step with this attention. Both models' heads are of a size that the
     prefill for Hopper takes.
     """
+    from pallas_kernels import tuning
     from pallas_kernels.block_copy.mosaic_gpu import COPY_NAME
     from pallas_kernels.kv_write.mosaic_gpu import NAME
+    from pallas_kernels.paged_attention.mosaic_gpu import combine, decode, prefill, prefill_wgmma
 
-    prefill = "paged_attention_prefill" + "_wgmma" * (chip_name in ("h100", "h200"))
-    attend = ("paged_attention_decode", "paged_attention_combine", prefill)
+    fill = prefill_wgmma if chip_name in tuning.HOPPER else prefill
+    attend = (decode.NAME, combine.NAME, fill.NAME)
     return (NAME, COPY_NAME, *(attend if attention == "pallas" else ()))
 
 

@@ -2,6 +2,9 @@
 
 import contextlib
 import inspect
+import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -37,6 +40,18 @@ def interpreted():
             yield
     finally:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def hangs(code: str) -> bool:
+    """Whether a program, which may import the tests, hangs: it runs in a process of its own, which
+    is ended after a while."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": paths}
+    try:
+        subprocess.run([sys.executable, "-c", code], env=environment, timeout=90)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
 
 
 OLD_JAX = jax.__version_info__ < (0, 11)

@@ -4,19 +4,28 @@ Shapes are equal between the steps of a case, so that they share one compilation
 """
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Shape, bits
-from pallas_cases import SCALE, check, edge_lengths, needs_mosaic_gpu, poisoned, run
+from pallas_cases import (
+    GROUPS,
+    SCALE,
+    check,
+    grid_lengths,
+    grid_shape,
+    needs_mosaic_gpu,
+    option_grid,
+    poisoned,
+    run,
+)
 
 from pallas_kernels import make_metadata, paged_attention
 from pallas_kernels.interpret import interpret_mode
 from pallas_kernels.paged_attention.mosaic_gpu import config
-from pallas_kernels.paged_attention.mosaic_gpu.config import BLOCK_SIZES, HEAD_DIMS
+from pallas_kernels.paged_attention.mosaic_gpu.config import HEAD_DIMS
 
 pytestmark = [needs_mosaic_gpu, pytest.mark.timeout(300)]
 
@@ -203,45 +212,11 @@ def test_in_a_loop_over_layers():
     assert np.isnan(out[0, :1]).all(), "layer 0 holds nothing but NaN"
 
 
-GROUPS = {1: (2, 2), 2: (4, 2), 3: (3, 1), 4: (4, 1), 5: (10, 2), 8: (8, 1), 16: (16, 1)}
-GRID = [
-    (head_dim, block_size, group, dtype, options)
-    for (head_dim, block_size), group, dtype, options in zip(
-        itertools.product(HEAD_DIMS, BLOCK_SIZES),
-        itertools.cycle(GROUPS),
-        itertools.cycle(["float32", "bfloat16", "float16"]),
-        itertools.cycle(
-            [
-                (),
-                (("sliding_window", 1),),
-                (("soft_cap", 3.0),),
-                (("sliding_window", 70), ("soft_cap", 1.5)),
-            ]
-        ),
-    )
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(str(x) for x in c[:4]))
+@pytest.mark.parametrize("case", option_grid(HEAD_DIMS), ids=lambda c: "-".join(map(str, c[:4])))
 def test_grid(case):
-    """Every head dimension with every block size; groups, types and options in turn."""
-    head_dim, block_size, group, dtype, options = case
-    num_heads, num_kv_heads = GROUPS[group]
-    max_blocks = -(-300 // block_size)
-    shape = dataclasses.replace(
-        BASE,
-        head_dim=head_dim,
-        block_size=block_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        dtype=dtype,
-        max_blocks=max_blocks,
-        num_blocks=5 * max_blocks + 2,
-    )
-    lens = edge_lengths(block_size, 64, 128, max_blocks * block_size)
-    lens += [1] * (-len(lens) % 5)
-    steps = [([1] * 5, lens[i : i + 5]) for i in range(0, len(lens), 5)]
+    shape, options = grid_shape(BASE, case), case[-1]
+    steps = [([1] * 5, lens) for lens in grid_lengths(shape, 1)]
     for counts, seq_lens in [*steps, *(STEPS[x] for x in STEPS if "decode" not in x)]:
         check(shape, poisoned(shape, counts, seq_lens), options)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from attention_cases import make_step
-from pallas_cases import needs_mosaic_gpu
+from pallas_cases import llama_config, needs_mosaic_gpu
 from planted import planted
 
 from pallas_kernels import make_metadata, paged_attention
@@ -16,7 +16,6 @@ from pallas_kernels.paged_attention.mosaic_gpu.config import (
     BLOCK_SIZES,
     HEAD_DIMS,
     blocks_per_sm,
-    choose_config,
 )
 from pallas_kernels.paged_attention.mosaic_gpu.target import Target
 from pallas_kernels.paged_attention.mosaic_gpu.work import make_work_list
@@ -33,17 +32,7 @@ CHIPS = {
 
 
 def config(target=HOPPER, **changes):
-    shape = dict(
-        num_rows=64,
-        max_context=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        block_size=64,
-        dtype=jnp.bfloat16,
-        decode_queries=1,
-    )
-    return choose_config(target=target, **(shape | changes))
+    return llama_config(target, **changes)
 
 
 @pytest.mark.parametrize("chip", CHIPS)

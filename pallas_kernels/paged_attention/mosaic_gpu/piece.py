@@ -1,6 +1,7 @@
 """One tile's work for one KV head: what both prefill kernels go by."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,13 +27,22 @@ class Piece:
     end: jax.Array
     oldest: jax.Array
 
-    def visible(self, tokens: jax.Array, queries: jax.Array, call: Call) -> jax.Array:
-        """Whether each query, counted from the tile's first, sees each token of the row."""
+    def visible(
+        self,
+        tokens: jax.Array,
+        queries: jax.Array,
+        call: Call,
+        spread: Callable[[jax.Array], jax.Array] = lambda x: x,
+    ) -> jax.Array:
+        """Whether each query, counted from the tile's first, sees each token of the row.
+
+        ``spread`` brings what is computed of each query into the tokens' shape and layout.
+        """
         # Rows past the tile's queries show nothing of what lies after its context.
         positions = jnp.minimum(queries + self.position, self.end - 1)
-        seen = tokens <= positions
+        seen = tokens <= spread(positions)
         if call.sliding_window is not None:
-            seen &= tokens > positions - call.sliding_window
+            seen &= tokens > spread(positions - call.sliding_window)
         return seen
 
     def seen(self, tokens: jax.Array) -> jax.Array:

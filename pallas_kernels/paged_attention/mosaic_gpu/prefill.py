@@ -81,7 +81,6 @@ def _body(
     call: Call,
     num_ctas: int,
 ) -> None:
-
     tile, head_dim = call.config.prefill, inputs.q.shape[3]
 
     def attend(item: jax.Array, head: jax.Array, _: None) -> None:

@@ -92,7 +92,6 @@ class _Shared:
 
 
 def _body(inputs: Inputs, out_ref: Any, *shared: Any, call: Call, num_ctas: int) -> None:
-
     shared = _Shared(*shared)
     groups = call.config.prefill.rows // WGMMA_ROWS
     group = lax.axis_index("warpgroup")
@@ -207,12 +206,9 @@ def _attend(piece: Piece, shared: _Shared, group: jax.Array, call: Call) -> jax.
         iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, logits_shape, layout=acc)
         tokens = iota(1) + (stream.begin + order.chunk(i) * tile.chunk)
         rows = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=per_row)
-        rows = lax.div(rows + group * WGMMA_ROWS, jnp.int32(call.config.group))
-        positions = jnp.minimum(rows + piece.position, piece.end - 1)
-        seen = tokens <= spread(positions, logits_shape)
-        if call.sliding_window is not None:
-            seen &= tokens > spread(positions - call.sliding_window, logits_shape)
-        return seen
+        queries = lax.div(rows + group * WGMMA_ROWS, jnp.int32(call.config.group))
+        to_logits_shape = functools.partial(spread, shape=logits_shape)
+        return piece.visible(tokens, queries, call, to_logits_shape)
 
     def softmax(i: jax.Array, product: jax.Array, high: jax.Array, masked: bool) -> tuple:
         """Weights of chunk ``i``, the largest logits, and by how much what was before shrinks."""

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tuning
 from pallas_kernels.paged_attention.mosaic_gpu import decode, entry, prefill, prefill_wgmma
 from pallas_kernels.paged_attention.mosaic_gpu.config import DecodeTile, PrefillTile, choose_config
 from pallas_kernels.paged_attention.mosaic_gpu.launch import Call
@@ -88,7 +89,7 @@ def _spec(
         block_size=block_size,
         dtype=dtype,
         decode_queries=decode_queries,
-        target=Target(tma=chip != "a100", wgmma=chip in ("h100", "h200")),
+        target=Target(tma=chip != "a100", wgmma=chip in tuning.HOPPER),
     )
     on_warpgroups = config.prefill.instruction == "wgmma"
     prefill_name = prefill_wgmma.NAME if on_warpgroups else prefill.NAME
