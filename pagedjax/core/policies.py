@@ -31,6 +31,11 @@ def is_waiting(status):
     return (status == Status.WAITING) | (status == Status.SWAPPED)
 
 
+def was_preempted(rows):
+    """[S] bool: rows that wait to go on."""
+    return is_waiting(rows.status) & (rows.num_preemptions > 0)
+
+
 # -- admission: the lowest key first ---------------------------------------------------------------
 
 
@@ -122,7 +127,7 @@ def one_of(policies: Sequence[str | Callable], which) -> Callable:
 def rank_rows(config: SchedulerConfig, state: SchedulerState, held_back):
     """[S] int32: rank -> row. Running rows in order of arrival, then waiting ones: those passed
     over too often in order of arrival, the others by `scheduling_policy`. Waiting rows that are
-    `held_back` [S] bool come after all others."""
+    `held_back` [S] bool come after all others; those of a static batch before all others."""
     rows = state.rows
     status, arrival = rows.status, rows.arrival
     row = jnp.arange(config.num_rows, dtype=jnp.int32)
@@ -134,8 +139,10 @@ def rank_rows(config: SchedulerConfig, state: SchedulerState, held_back):
     key = _keys(policy, config, state)
     first = rows.num_passed_over >= (config.max_passed_over or NULL)
     waiting = is_waiting(status) & ~held_back
-    group = jnp.where(waiting, jnp.where(first, 1, 2), jnp.where(status == Status.RUNNING, 0, 3))
-    key = jnp.where(group == 2, key, 0)
+    group = jnp.where(waiting, jnp.where(first, 2, 3), jnp.where(status == Status.RUNNING, 0, 4))
+    if config.batching == "static":
+        group = jnp.where(was_preempted(rows), 1, group)
+    key = jnp.where(group == 3, key, 0)
     return lax.sort((group.astype(jnp.int32), key, arrival, row), num_keys=3)[3]
 
 
