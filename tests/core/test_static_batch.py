@@ -112,8 +112,8 @@ def test_a_request_that_comes_while_the_batch_is_filled_joins():
 
 
 def test_members_that_have_ended_give_memory_up_before_anybody_is_preempted():
-    """A and B have seven blocks each when they end, with two outputs. C begins with 4 tokens and grows
-    to 60, of which 59 are computed, 15 blocks. D could have the memory then but may not join."""
+    """A and B have seven blocks each when they end, with two outputs. C begins with 4 tokens and
+    grows to 60, of which 59 are computed, 15 blocks. D could have the memory but may not join."""
     driver = StaticDriver(**TIGHT)
     for prompt, outputs in [(24, 2), (24, 2), (4, 56), (62, 2)]:
         add(driver, prompt, outputs)
@@ -152,7 +152,7 @@ PRESSURE = {
             pytest.param(options, 1500, marks=pytest.mark.slow)
             for options in [
                 *PRESSURE.values(),
-                {"kv_cache": "contiguous", "num_blocks": 40, "max_admissions": 1},
+                {"kv_cache": "contiguous", "num_blocks": 64, "max_admissions": 1},
                 {"kv_cache": "none"},
                 {"use_cond": False, "num_tokens": 5},
             ]
