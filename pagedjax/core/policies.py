@@ -16,6 +16,7 @@ A row's key decides only among rows of the same standing; equal keys go by arriv
 
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -111,8 +112,11 @@ def one_of(policies: Sequence[str | Callable], which) -> Callable:
 
     Args:
       policies: names of either kind, or functions.
-      which: [] int32, index into `policies`.
+      which: [] int32, index into `policies`. A number that is out of range is refused; of a traced
+        one the caller must know that it is not (as `pagedjax.simulate` does).
     """
+    if not isinstance(which, jax.core.Tracer) and not 0 <= which < len(policies):
+        raise ValueError(f"which must be from 0 to {len(policies) - 1}, got {which}")
     if "round_robin" in policies:
         raise ValueError(f"round_robin cannot be one of several policies, got {tuple(policies)}")
     known = _SCHEDULING | _PREEMPTION

@@ -250,8 +250,8 @@ def simulate(trace: Trace, limits: Limits, *, config: SimulationConfig) -> Resul
     chosen by the limits if the configuration has several.
 
     Returns:
-      `Result`: an array for each field of `Requests` ([Q]) and of `Steps` ([num_steps]). With limits
-      out of range nothing runs, and every request is refused as `Refusal.INVALID_LIMITS`.
+      `Result`: an array for each field of `Requests` ([Q]) and of `Steps` ([num_steps]). With a
+      limit out of range nothing runs; every request is refused as `Refusal.INVALID_LIMITS`.
     """
     trace, limits = jax.tree.map(jnp.asarray, (trace, limits))
     arrivals = prepare(trace, limits, config=config)

@@ -185,12 +185,13 @@ def _policy_number(config, field: str, policy) -> int:
             names = ", ".join(getattr(each, "__name__", str(each)) for each in choice)
             raise ValueError(f"{field} must be one of config.{plural}: {names} (got {policy!r})")
         return choice.index(policy)
-    if isinstance(policy, bool) or not 0 <= (number := operator.index(policy)) < len(choice):
+    whole = hasattr(policy, "__index__") and not isinstance(policy, bool)
+    if not whole or not 0 <= operator.index(policy) < len(choice):
         raise ValueError(
             f"{field} must be from 0 to {len(choice) - 1}, an index into config.{plural} "
             f"(got {policy!r})"
         )
-    return number
+    return operator.index(policy)
 
 
 def checked(config: SimulationConfig, limits: Limits) -> tuple[jax.Array, Limits]:
