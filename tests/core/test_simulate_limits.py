@@ -12,6 +12,7 @@ import pytest
 
 from pagedjax.core.policies import newest, one_of
 from pagedjax.simulate import Refusal, make_limits, make_trace, measure, simulate
+from pagedjax.simulate.trace import checked
 from tests.core.test_simulate import QUICK, at, make_config
 
 ONE = make_config(num_steps=12, num_blocks=14, use_cond=False)
@@ -85,7 +86,9 @@ def test_types_that_are_no_integers_are_refused():
                 {"num_rows": 9},
             ],
         ),
-        (ONE, [{"scheduling_policy": 1}, {"preemption_policy": -1}]),
+        pytest.param(
+            ONE, [{"scheduling_policy": 1}, {"preemption_policy": -1}], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_limits_out_of_range_are_data_inside_jit(config, changes):
@@ -107,6 +110,15 @@ def test_limits_out_of_range_are_data_inside_jit(config, changes):
         assert (requests.admission_step == -1).all()
         assert not steps.num_scheduled_tokens.any()
         assert np.isnan(at(metrics, i).preemption_rate)
+
+
+def test_a_policy_where_there_are_none_to_choose_among_is_out_of_range():
+    run = jax.jit(partial(checked, ONE))
+    assert run(make_limits(ONE))[0]
+    for change in ({"scheduling_policy": 1}, {"preemption_policy": -1}):
+        valid, instead = run(dataclasses.replace(make_limits(ONE), **change))
+        assert not valid, change
+        assert [int(x) for x in jax.tree.leaves(instead)] == [14, 8, 0, 0]
 
 
 def test_the_example_of_the_documentation(capsys):
