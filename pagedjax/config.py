@@ -8,14 +8,14 @@ machine and the model by `pagedjax.memory`.
 import dataclasses
 import difflib
 import itertools
-import math
 import tomllib
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+from pagedjax.config_checks import check_policy, check_range, check_type
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 CacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -186,25 +186,25 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Raises `ValueError` naming the field, the value given and the values accepted."""
         for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), _hints()[field.name])
-        _check_range("block_size", self.block_size, 1, 1024)
-        _check_range("num_blocks", self.num_blocks, 1, MAX_SLOTS // self.block_size)
-        _check_range("max_num_seqs", self.max_num_seqs, 1, 65536)
-        _check_range("num_rows", self.num_rows, self.max_num_seqs, 1 << 20, "max_num_seqs")
-        _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
-        _check_range("max_model_len", self.max_model_len, 2, 1 << 24)
-        _check_range("max_queue_size", self.max_queue_size, 0, 1 << 24)
-        _check_range("max_passed_over", self.max_passed_over, 0, 1 << 24)
-        _check_range("time_slice_tokens", self.time_slice_tokens, 1, 1 << 24)
-        _check_policy("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        _check_policy("preemption_policy", self.preemption_policy, PREEMPTION_POLICIES)
+            check_type(field.name, getattr(self, field.name), _hints()[field.name])
+        check_range("block_size", self.block_size, 1, 1024)
+        check_range("num_blocks", self.num_blocks, 1, MAX_SLOTS // self.block_size)
+        check_range("max_num_seqs", self.max_num_seqs, 1, 65536)
+        check_range("num_rows", self.num_rows, self.max_num_seqs, 1 << 20, "max_num_seqs")
+        check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        check_range("max_model_len", self.max_model_len, 2, 1 << 24)
+        check_range("max_queue_size", self.max_queue_size, 0, 1 << 24)
+        check_range("max_passed_over", self.max_passed_over, 0, 1 << 24)
+        check_range("time_slice_tokens", self.time_slice_tokens, 1, 1 << 24)
+        check_policy("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        check_policy("preemption_policy", self.preemption_policy, PREEMPTION_POLICIES)
         self._check_swap()
-        _check_range("max_logprobs", self.max_logprobs, 0, 1024)
-        _check_range("max_stop_token_ids", self.max_stop_token_ids, 1, 1024)
-        _check_range("max_beam_width", self.max_beam_width, 0, 1024)
-        _check_range("seed", self.seed, 0, MAX_SEED)
-        _check_range("compile_threads", self.compile_threads, 1, 1024)
-        _check_range("event_log_checksum_every", self.event_log_checksum_every, 1, 1 << 30)
+        check_range("max_logprobs", self.max_logprobs, 0, 1024)
+        check_range("max_stop_token_ids", self.max_stop_token_ids, 1, 1024)
+        check_range("max_beam_width", self.max_beam_width, 0, 1024)
+        check_range("seed", self.seed, 0, MAX_SEED)
+        check_range("compile_threads", self.compile_threads, 1, 1024)
+        check_range("event_log_checksum_every", self.event_log_checksum_every, 1, 1 << 30)
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ValueError(
                 f"memory_fraction must be above 0 and at most 1, or left out "
@@ -217,6 +217,11 @@ class EngineConfig:
                 f"enable_prefix_caching must be false with kv_cache {self.kv_cache!r} (got true): "
                 "there are no blocks that could be shared"
             )
+        if self.batching == "static" and self.scheduling_policy == "round_robin":
+            raise ValueError(
+                "scheduling_policy must be another than round_robin with batching static (got "
+                "round_robin): nobody yields the place in a static batch"
+            )
         if self.compilation_cache_dir == "":
             raise ValueError("compilation_cache_dir must be a folder, or off (got '')")
         if self.event_log == "":
@@ -227,7 +232,7 @@ class EngineConfig:
         self._check_buckets()
 
     def _check_swap(self) -> None:
-        _check_range("num_host_blocks", self.num_host_blocks, 0, MAX_SLOTS // self.block_size)
+        check_range("num_host_blocks", self.num_host_blocks, 0, MAX_SLOTS // self.block_size)
         if self.swap_space_gib < 0:
             raise ValueError(f"swap_space_gib must be at least 0 (got {self.swap_space_gib})")
         for name in ("swap_gib_per_s", "recompute_tokens_per_s"):
@@ -372,49 +377,3 @@ def _from_plain(key: str, value: Any) -> Any:
     if key in ("compilation_cache_dir", "event_log") and isinstance(value, Path):
         return str(value)
     return value
-
-
-def _matches(value: Any, hint: Any) -> bool:
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_matches(value, option) for option in typing.get_args(hint))
-    if origin is Literal:
-        return value in typing.get_args(hint)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_matches(item, int) for item in value)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint is float:
-        return (
-            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        )
-    return isinstance(value, hint)
-
-
-def _check_type(name: str, value: Any, hint: Any) -> None:
-    if _matches(value, hint):
-        return
-    options = [h for h in typing.get_args(hint) if h is not type(None)] or [hint]
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    if typing.get_origin(hint) is Literal:
-        accepted = "one of " + ", ".join(typing.get_args(hint))
-    else:
-        accepted = words.get(options[0], "a list of integers")
-    raise ValueError(f"{name} must be {accepted} (got {value!r})")
-
-
-def _check_range(name: str, value: int | None, low: int, high: int, why: str = "") -> None:
-    if value is not None and not low <= value <= high:
-        reason = f"; the least is {why}" if why else ""
-        raise ValueError(f"{name} must be from {low} to {high} (got {value}){reason}")
-
-
-def _check_policy(name: str, value: str | None, known: Sequence[str]) -> None:
-    if value is None or value in known:
-        return
-    module, colon, function = value.partition(":")
-    dotted = all(part.isidentifier() for part in module.split("."))
-    if not (colon and dotted and function.isidentifier()):
-        raise ValueError(
-            f"{name} must be one of {', '.join(known)}, or module:function (got {value!r})"
-        )

@@ -139,7 +139,6 @@ def run_mode(
     config = EngineConfig(
         **settings,
         **MODES[mode],
-        num_rows=settings["max_num_seqs"] + 16,
         token_buckets=tuple(buckets),
         max_num_batched_tokens=buckets[-1],
     )
@@ -222,13 +221,10 @@ def _spans(states: dict[str, list[str]], *, static: bool) -> dict[str, list[tupl
     A static batch lets nobody go before all of it have ended, which is when others start.
     """
     words = {name: _words(history) for name, history in states.items()}
-    starts = sorted(w.index("running") for w in words.values() if "running" in w)
+    over = _batch_ends(words) if static else {}
     spans: dict[str, list[tuple[str, int, int]]] = {}
     for name, mine in words.items():
-        if static:
-            last = max(len(w) for w in words.values())
-            end = next((start for start in starts if start >= len(mine)), last)
-            mine = mine + ["done"] * (end - len(mine))
+        mine = mine + ["done"] * (over.get(name, 0) - len(mine))
         spans[name] = []
         for step, word in enumerate(mine, start=1):
             if spans[name] and spans[name][-1][0] == word:
@@ -236,6 +232,20 @@ def _spans(states: dict[str, list[str]], *, static: bool) -> dict[str, list[tupl
             else:
                 spans[name].append((word, step, step))
     return spans
+
+
+def _batch_ends(words: dict[str, list[str]]) -> dict[str, int]:
+    """Of each request the number of steps after which its batch is over: the next one starts, or
+    all is done. Who starts while another one of the batch goes on belongs to it."""
+    first = {name: w.index("running") for name, w in words.items() if "running" in w}
+    batches: list[list[str]] = []
+    for name in sorted(first, key=first.__getitem__):
+        if not batches or first[name] >= max(len(words[member]) for member in batches[-1]):
+            batches.append([])
+        batches[-1].append(name)
+    starts = [first[batch[0]] for batch in batches[1:]]
+    ends = [*starts, max((len(w) for w in words.values()), default=0)]
+    return {name: end for batch, end in zip(batches, ends, strict=True) for name in batch}
 
 
 def _words(history: Sequence[str]) -> list[str]:

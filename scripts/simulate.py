@@ -160,22 +160,20 @@ def simulated(
         scheduling_policies=tuple(scheduling for scheduling, _ in policies),
         preemption_policies=tuple(preemption for _, preemption in policies),
     )
-    all_limits = make_limits(config.scheduler)
+    pools = [make_limits(config, num_blocks=tokens // block_size) for tokens in args.pool_tokens]
+    pools = jax.tree.map(lambda *x: jnp.stack(x), *pools)
 
-    def point(trace, num_blocks, which):
-        limits = dataclasses.replace(
-            all_limits, num_blocks=num_blocks, scheduling_policy=which, preemption_policy=which
-        )
+    def point(trace, limits, which):
+        limits = dataclasses.replace(limits, scheduling_policy=which, preemption_policy=which)
         return measure(trace, limits, simulate(trace, limits, config=config))
 
-    pools = jnp.array([tokens // block_size for tokens in args.pool_tokens], jnp.int32)
     every = jax.vmap(point, (0, None, None))
     every = jax.vmap(jax.vmap(every, (None, 0, None)), (None, None, 0))
     start = time.perf_counter()
     which = jnp.arange(len(policies), dtype=jnp.int32)
     metrics = jax.block_until_ready(jax.jit(every)(traces, pools, which))
     seconds = time.perf_counter() - start
-    count = len(policies) * len(pools) * args.traces
+    count = len(policies) * len(args.pool_tokens) * args.traces
     print(
         f"block size {block_size:>3}, sharing {'on ' if sharing else 'off'}: "
         f"{count * args.num_steps} steps of {count} schedulers in {seconds:.1f} s, "

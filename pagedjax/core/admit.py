@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pagedjax.core import beam
+from pagedjax.core import beam, static_batch
 from pagedjax.core.blocks import num_evictable
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.fork import choose, share, sources
@@ -206,8 +206,7 @@ def admit(
     valid = (rank < config.max_step_rows(num_tokens)) & ~pressed
     valid &= is_waiting(rows.status[row_ids]) & ~held[row_ids]
     if config.batching == "static":
-        valid &= _batch_is_open(rows) | (rows.num_tokens > rows.num_prompt_tokens)[row_ids]
-        valid = jnp.cumsum(~valid) == 0  # nobody overtakes
+        valid = static_batch.may_join(config, state, row_ids, rank, valid)
     wanted = state
     if config.max_beam_width:
         valid &= beam.may_start(config, rows, row_ids, held, num_running)
@@ -243,6 +242,11 @@ def admit(
         lambda _: _choose(config, wanted, row_ids, valid, budget, room),
         _nobody(config, state.blocks.ref_counts),
     )
+    if config.batching == "static":
+        num_admitted = admitted.ok.sum(dtype=jnp.int32)
+        left = budget - admitted.chunk.sum(dtype=jnp.int32)
+        open_ = static_batch.stays_open(config, state, order, num_running, num_admitted, left)
+        state = dataclasses.replace(state, batch_is_open=open_ & ~pressed)
     state = _start_rows(config, state, admitted)
     state = dataclasses.replace(
         state,
@@ -255,12 +259,6 @@ def admit(
     grant = grant.at[place].set(admitted.chunk, mode="drop")
     num_new = num_new.at[place].set(admitted.num_new, mode="drop")
     return state, grant, num_new, admitted
-
-
-def _batch_is_open(rows):
-    """[] bool: static batching may admit new rows (those that were preempted come back anyway)."""
-    has_output = (rows.status == Status.RUNNING) & (rows.num_tokens > rows.num_prompt_tokens)
-    return ~(has_output | (rows.status == Status.FINISHED)).any()
 
 
 def _start_rows(config: SchedulerConfig, state: SchedulerState, admitted: Admitted):

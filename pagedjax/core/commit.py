@@ -131,4 +131,5 @@ def _report(state: SchedulerState, plan: Plan, sampled, picks, token, logprob) -
         num_evictable_blocks=num_evictable(blocks, state.prefix),
         num_free_host_blocks=state.swap.num_free,
         counters=state.counters,
+        batch_is_open=state.batch_is_open,
     )

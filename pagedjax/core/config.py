@@ -46,8 +46,8 @@ class SchedulerConfig:
       watermark_blocks: blocks that admitting a row must leave free while others run, so that the
         next decode step does not preempt the row just admitted.
       batching: "continuous", rows come and go at every step; or "static", a baseline to compare
-        with: rows are admitted until one of them has produced a token, then nobody until all have
-        ended, and those that end earlier keep their blocks till then.
+        with: a batch is filled as far as places and memory go, then nobody is admitted until all
+        of it have ended, and those that end earlier keep their blocks till then.
       kv_cache: "paged"; or a baseline: "contiguous", a row takes blocks for `max_model_len` tokens
         when it is admitted, as an engine without paging must; "none", keys and values serve for one
         token, and all are computed anew for the next. The baselines need prefix caching off.
@@ -146,6 +146,11 @@ class SchedulerConfig:
                 raise ValueError(
                     f"{name} must be one of {', '.join(known)} or a function, got {policy!r}"
                 )
+        if self.batching == "static" and self.scheduling_policy == "round_robin":
+            raise ValueError(
+                "scheduling_policy must be another than 'round_robin' with batching 'static', got "
+                "'round_robin': nobody yields the place in a static batch"
+            )
         self._check_swap()
         if self.max_beam_width > min(self.max_num_seqs, self.max_preemptions):
             raise ValueError(

@@ -16,6 +16,7 @@ A row's key decides only among rows of the same standing; equal keys go by arriv
 
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -29,6 +30,11 @@ from pagedjax.core.state import NULL, SchedulerState, Status
 def is_waiting(status):
     """Whether rows of this status want to be admitted."""
     return (status == Status.WAITING) | (status == Status.SWAPPED)
+
+
+def was_preempted(rows):
+    """[S] bool: rows that wait to go on."""
+    return is_waiting(rows.status) & (rows.num_preemptions > 0)
 
 
 # -- admission: the lowest key first ---------------------------------------------------------------
@@ -106,8 +112,11 @@ def one_of(policies: Sequence[str | Callable], which) -> Callable:
 
     Args:
       policies: names of either kind, or functions.
-      which: [] int32, index into `policies`.
+      which: [] int32, index into `policies`. A number that is out of range is refused; of a traced
+        one the caller must know that it is not (as `pagedjax.simulate` does).
     """
+    if not isinstance(which, jax.core.Tracer) and not 0 <= which < len(policies):
+        raise ValueError(f"which must be from 0 to {len(policies) - 1}, got {which}")
     if "round_robin" in policies:
         raise ValueError(f"round_robin cannot be one of several policies, got {tuple(policies)}")
     known = _SCHEDULING | _PREEMPTION
@@ -122,7 +131,7 @@ def one_of(policies: Sequence[str | Callable], which) -> Callable:
 def rank_rows(config: SchedulerConfig, state: SchedulerState, held_back):
     """[S] int32: rank -> row. Running rows in order of arrival, then waiting ones: those passed
     over too often in order of arrival, the others by `scheduling_policy`. Waiting rows that are
-    `held_back` [S] bool come after all others."""
+    `held_back` [S] bool come after all others; those of a static batch before all others."""
     rows = state.rows
     status, arrival = rows.status, rows.arrival
     row = jnp.arange(config.num_rows, dtype=jnp.int32)
@@ -134,8 +143,10 @@ def rank_rows(config: SchedulerConfig, state: SchedulerState, held_back):
     key = _keys(policy, config, state)
     first = rows.num_passed_over >= (config.max_passed_over or NULL)
     waiting = is_waiting(status) & ~held_back
-    group = jnp.where(waiting, jnp.where(first, 1, 2), jnp.where(status == Status.RUNNING, 0, 3))
-    key = jnp.where(group == 2, key, 0)
+    group = jnp.where(waiting, jnp.where(first, 2, 3), jnp.where(status == Status.RUNNING, 0, 4))
+    if config.batching == "static":
+        group = jnp.where(was_preempted(rows), 1, group)
+    key = jnp.where(group == 3, key, 0)
     return lax.sort((group.astype(jnp.int32), key, arrival, row), num_keys=3)[3]
 
 

@@ -11,7 +11,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pagedjax.core import beam
+from pagedjax.core import beam, static_batch
 from pagedjax.core.admit import admit
 from pagedjax.core.blocks import make_room, num_evictable, pool_of, release, with_pool
 from pagedjax.core.config import SchedulerConfig
@@ -82,7 +82,8 @@ def retire(config: SchedulerConfig, state: SchedulerState) -> SchedulerState:
     rows, blocks = state.rows, state.blocks
     done = rows.status == Status.FINISHED
     if config.batching == "static":
-        done &= ~(rows.status == Status.RUNNING).any()
+        state, batch_ends = static_batch.end(config, state)
+        done &= batch_ends
     column = jnp.arange(config.max_blocks_per_seq)[None]
     if config.max_retirements >= config.num_rows or config.batching == "static":
         out = done

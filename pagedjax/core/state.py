@@ -177,6 +177,7 @@ class SchedulerState:
     next_arrival: jax.Array  #: [] int32
     blocked_arrival: jax.Array  #: [] int32: queue head that did not fit when last tried, or NULL
     blocked_means: jax.Array  #: [] int32: blocks available to it then, and of its prompt cached
+    batch_is_open: jax.Array | None = None  #: [] bool: see `static_batch`; None without it
 
 
 @pytree
@@ -251,6 +252,7 @@ class StepOutput:
     num_evictable_blocks: jax.Array  #: [] int32: cached and held by nobody
     num_free_host_blocks: jax.Array  #: [] int32: of the host pool
     counters: Counters
+    batch_is_open: jax.Array | None = None  #: [] bool: a static batch takes more; None without it
 
 
 def init_scheduler(config: SchedulerConfig) -> SchedulerState:
@@ -324,4 +326,5 @@ def init_scheduler(config: SchedulerConfig) -> SchedulerState:
         next_arrival=zeros(),
         blocked_arrival=null(),
         blocked_means=zeros(),
+        batch_is_open=jnp.asarray(True) if config.batching == "static" else None,
     )

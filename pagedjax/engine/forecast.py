@@ -39,7 +39,8 @@ class Rows:
       swapped: bool, waiting rows that have computed all of `computed`, but need blocks for it.
       num_available_blocks: free or evictable.
       admitting: False when the head of the queue is known not to fit into memory (only the device
-        knows exactly what is cached, and who holds it), or a static batch has begun to produce.
+        knows exactly what is cached, and who holds it), or a static batch is closed.
+      num_ended: rows of a static batch that have ended and keep their places.
     """
 
     running: np.ndarray
@@ -49,6 +50,7 @@ class Rows:
     unseen: np.ndarray
     num_available_blocks: int
     admitting: bool
+    num_ended: int = 0
     swapped: np.ndarray | bool = False
     prompt: np.ndarray | None = None
     group: np.ndarray | None = None
@@ -114,8 +116,25 @@ def advance(rows: Rows, num_tokens: int, sizes: Sizes) -> Rows:
         computed=computed,
         unseen=np.maximum(rows.unseen - 1, 0),
         num_available_blocks=rows.num_available_blocks - int(used),
-        admitting=rows.admitting and not (sizes.batching == "static" and sampled.any()),
+        **_batch_after(rows, grant, running & stay, num_tokens, sizes),
     ).select(stay)
+
+
+def _batch_after(rows: Rows, grant, goes_on, num_tokens: int, sizes: Sizes) -> dict:
+    """Of the rows after a step, as `pagedjax.core.static_batch` has it: `admitting`, `num_ended`.
+
+    Args: grant, goes_on: [n], tokens of the step; bool, running and not ended after it.
+    """
+    if sizes.batching != "static":
+        return {"admitting": rows.admitting, "num_ended": 0}
+    if not goes_on.any():
+        return {"admitting": True, "num_ended": 0}
+    admitted = int((~rows.running & (grant > 0)).sum())
+    too_short = grant.sum() >= num_tokens or admitted == sizes.max_admissions
+    waits = bool((~rows.running & (grant == 0)).any())
+    is_open = rows.admitting or not rows.running.any()
+    ended = int(((rows.running | (grant > 0)) & ~goes_on).sum())
+    return {"admitting": is_open and waits and too_short, "num_ended": rows.num_ended + ended}
 
 
 def demand(rows: Rows, sizes: Sizes) -> tuple[int, int]:
@@ -147,7 +166,8 @@ def _candidates(rows: Rows, num_tokens: int, sizes: Sizes) -> np.ndarray:
         return np.zeros(len(rows.running), bool)
     ready = ~rows.running & ~share_prompts(rows)[1]
     rank = np.where(ready, num_running + np.cumsum(ready) - 1, len(rows.running) + num_running)
-    end = min(num_running + sizes.max_admissions, sizes.max_num_seqs, max(num_tokens, 1))
+    places = sizes.max_num_seqs - rows.num_ended
+    end = min(num_running + sizes.max_admissions, places, max(num_tokens, 1))
     candidates = ready & (rank < end) & (rows.unseen == 0)
     # As in the core: all that is known of a row must fit, or it waits and those behind it too.
     # Cached blocks are taken to be held by somebody; those that are not cost one each.

@@ -99,6 +99,7 @@ class RowBook:
         self._num_arrived = 0
         self._num_available = config.num_blocks
         self._num_preemptions = 0
+        self._batch_is_open = True  # of static batching
         self._blocked: tuple[int, int] | None = None  # (arrival, means) of a head that did not fit
         self._prefix = None
         if config.enable_prefix_caching:
@@ -213,15 +214,12 @@ class RowBook:
         )
         rows, _ = share_prompts(rows)
         blocked = self._is_blocked(self._head(live, rows))
-        return replace(rows, admitting=not (blocked or self._batch_is_closed()))
-
-    def _batch_is_closed(self) -> bool:
-        """As in the core: a static batch takes nobody once one of its rows has produced a token."""
         if self._config.batching != "static":
-            return False
-        produced = (self._total > self._num_prompt) & self._running
+            return replace(rows, admitting=not blocked)
         ended = self._taken & ~self._live & ~self._to_end
-        return bool((produced | ended).any())
+        return replace(
+            rows, admitting=self._batch_is_open and not blocked, num_ended=int(ended.sum())
+        )
 
     def _head(self, live: np.ndarray, rows: Rows) -> tuple[int, int] | None:
         """(arrival, means) of the oldest waiting row: the blocks to spare and those of its prompt
@@ -286,6 +284,8 @@ class RowBook:
         for row in np.flatnonzero(known & works & self._is_beam & ~self._live):
             self._live[row] = self._requests[row] is not None  # no longer spare
         self._num_available = int(output.num_free_blocks) + int(output.num_evictable_blocks)
+        if output.batch_is_open is not None:
+            self._batch_is_open = bool(output.batch_is_open)
         num_admitted = int((was_waiting & ~waiting).sum())
         preempted = int(output.counters.num_preemptions) != self._num_preemptions
         self._num_preemptions = int(output.counters.num_preemptions)
@@ -338,6 +338,8 @@ class RowBook:
             "num_preemptions": self._num_preemptions,
             "blocked": self._blocked,
         }
+        if self._config.batching == "static":
+            numbers["batch_is_open"] = self._batch_is_open
         arrays = {name: getattr(self, f"_{name}") for name in _SAVED}
         return numbers, arrays | {"prefix_known": np.asarray(known, np.int64)}
 
@@ -356,6 +358,8 @@ class RowBook:
         self._num_arrived = numbers["num_arrived"]
         self._num_available = numbers["num_available"]
         self._num_preemptions = numbers["num_preemptions"]
+        if self._config.batching == "static":
+            self._batch_is_open = numbers["batch_is_open"]
         self._blocked = None if numbers["blocked"] is None else tuple(numbers["blocked"])
         if self._prefix is not None:
             self._prefix.remember(arrays["prefix_known"].tolist()[::-1])

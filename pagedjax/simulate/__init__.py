@@ -26,7 +26,7 @@ from pagedjax.simulate.loop import (
     simulation_step,
     with_withheld_blocks,
 )
-from pagedjax.simulate.result import NOT_YET, Metrics, Requests, Result, Steps, measure
+from pagedjax.simulate.result import NOT_YET, Metrics, Refusal, Requests, Result, Steps, measure
 from pagedjax.simulate.trace import (
     NEVER,
     Limits,
@@ -42,6 +42,7 @@ __all__ = [
     "Arrivals",
     "Limits",
     "Metrics",
+    "Refusal",
     "Requests",
     "Result",
     "Simulation",

@@ -25,8 +25,15 @@ from pagedjax.core.state import (
     init_scheduler,
 )
 from pagedjax.sampling import Sampled
-from pagedjax.simulate.result import NOT_YET, Requests, Result, Steps
-from pagedjax.simulate.trace import NEVER, Limits, SimulationConfig, Trace, with_policies
+from pagedjax.simulate.result import NOT_YET, Refusal, Requests, Result, Steps
+from pagedjax.simulate.trace import (
+    NEVER,
+    Limits,
+    SimulationConfig,
+    Trace,
+    checked,
+    with_policies,
+)
 
 
 @pytree
@@ -67,14 +74,15 @@ def prepare(trace: Trace, limits: Limits, *, config: SimulationConfig) -> Arriva
 
     Takes Q * M * B * 4 bytes, the prompts. A request that needs more blocks than
     `limits.num_blocks` is made one that the scheduler refuses (longer than `max_model_len`), as
-    it would with a pool of that size.
+    it would with a pool of that size; and so is every request if a limit is out of range.
     """
+    valid, limits = checked(config, limits)
     sizes = dataclasses.replace(config.scheduler, num_rows=1, max_num_seqs=1)
 
     def row(index):
         prompt = trace.num_prompt_tokens[index]
         total = prompt + trace.num_output_tokens[index]
-        impossible = cdiv(total - 1, sizes.block_size) > limits.num_blocks
+        impossible = ~valid | (cdiv(total - 1, sizes.block_size) > limits.num_blocks)
         params = RequestParams(
             max_total_tokens=jnp.where(impossible, sizes.max_model_len + 1, total),
             min_output_tokens=0,
@@ -100,8 +108,9 @@ def init_simulation(trace: Trace, limits: Limits, *, config: SimulationConfig) -
     """An idle scheduler whose free stack has the first `limits.num_blocks` blocks only.
 
     The others are on no stack, in no table and not cached, so nothing can ever reach them; see
-    `with_withheld_blocks`.
+    `with_withheld_blocks`. If a limit is out of range, none is withheld: see `prepare`.
     """
+    _, limits = checked(config, limits)
     sizes = config.scheduler
     state = init_scheduler(sizes)
     place = jnp.arange(sizes.num_blocks, dtype=jnp.int32)
@@ -219,6 +228,7 @@ def _keep_book(sim: Simulation, before, output: StepOutput, step) -> Simulation:
     preemptions = sim.num_preemptions + steps_back.astype(jnp.int32)
     finish = jnp.where(ends, step, NOT_YET)
     cached = jnp.where(admission == NOT_YET, NOT_YET, output.num_hit_tokens)
+    refused = jnp.where(refused, Refusal.NEVER_FITS, Refusal.NONE)
     entry = [admission, first_token, finish, cached, preemptions, refused.astype(jnp.int32)]
     # Rows in use write their request's entry anew in every step, so none is left to add at the end.
     in_use = waits | (after == Status.RUNNING) | ends
@@ -240,10 +250,12 @@ def simulate(trace: Trace, limits: Limits, *, config: SimulationConfig) -> Resul
     chosen by the limits if the configuration has several.
 
     Returns:
-      `Result`: an array for each field of `Requests` ([Q]) and of `Steps` ([num_steps]).
+      `Result`: an array for each field of `Requests` ([Q]) and of `Steps` ([num_steps]). With a
+      limit out of range nothing runs; every request is refused as `Refusal.INVALID_LIMITS`.
     """
     trace, limits = jax.tree.map(jnp.asarray, (trace, limits))
     arrivals = prepare(trace, limits, config=config)
+    valid, limits = checked(config, limits)
     config = with_policies(config, limits)
 
     def body(sim, _):
@@ -265,7 +277,9 @@ def simulate(trace: Trace, limits: Limits, *, config: SimulationConfig) -> Resul
     come = jnp.zeros(config.num_steps, jnp.int32).at[come_at].add(1, mode="drop")
     come = jnp.cumsum(come, dtype=jnp.int32)
     names = [field.name for field in dataclasses.fields(Requests)]
+    requests = Requests(**dict(zip(names, end.book.T, strict=True)))
+    refused = jnp.where(valid, requests.refused, Refusal.INVALID_LIMITS)
     return Result(
-        requests=Requests(**dict(zip(names, end.book.T, strict=True))),
+        requests=dataclasses.replace(requests, refused=refused),
         steps=dataclasses.replace(steps, num_outside=come - steps.num_outside),
     )

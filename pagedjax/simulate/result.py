@@ -1,5 +1,7 @@
 """What a simulation gives back, and the figures drawn from it."""
 
+from enum import IntEnum
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,14 @@ NOT_YET = np.int32(-1)
 """Step of something that has not happened."""
 
 
+class Refusal(IntEnum):
+    """Why a request was refused."""
+
+    NONE = 0  #: it was not
+    NEVER_FITS = 1  #: it can never fit the limits
+    INVALID_LIMITS = 2  #: a value of the limits is out of range: nothing was simulated
+
+
 @pytree
 class Requests:
     """What became of each request. All [Q] int32; steps count from 0, -1 is "has not happened"."""
@@ -20,7 +30,7 @@ class Requests:
     finish_step: jax.Array  #: its last token was produced, or it was refused
     num_cached_tokens: jax.Array  #: prompt tokens found in the prefix cache; -1 before admission
     num_preemptions: jax.Array
-    refused: jax.Array  #: 1: can never fit the limits
+    refused: jax.Array  #: `Refusal`
 
 
 @pytree

@@ -1,6 +1,7 @@
 """What a simulation is given: sizes, a trace of arrivals, limits."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 
 import jax
@@ -78,12 +79,18 @@ class Trace:
 
 @pytree
 class Limits:
-    """What may be used of what `SchedulerConfig` reserves. All [] int32; see `make_limits`."""
+    """What may be used of what `SchedulerConfig` reserves. All [] int32; see `make_limits`.
 
-    num_blocks: jax.Array  #: blocks of the pool, at most `config.num_blocks`
-    num_rows: jax.Array  #: rows of the request table, at most `config.num_rows`
-    scheduling_policy: jax.Array | int = 0  #: index into `SimulationConfig.scheduling_policies`
-    preemption_policy: jax.Array | int = 0  #: index into `SimulationConfig.preemption_policies`
+    With a value out of range nothing is simulated: every request is refused, with
+    `Refusal.INVALID_LIMITS`.
+    """
+
+    num_blocks: jax.Array  #: blocks of the pool, 1 to `config.num_blocks`
+    num_rows: jax.Array  #: rows of the request table, 1 to `config.num_rows`
+    scheduling_policy: jax.Array | int = 0
+    """Index into `SimulationConfig.scheduling_policies`; 0 if there are none."""
+    preemption_policy: jax.Array | int = 0
+    """Index into `SimulationConfig.preemption_policies`; 0 if there are none."""
 
 
 def make_trace(
@@ -131,26 +138,89 @@ def make_trace(
 
 
 def make_limits(
-    config: SchedulerConfig, *, num_blocks: int | None = None, num_rows: int | None = None
+    config: SchedulerConfig | SimulationConfig,
+    *,
+    num_blocks: int | None = None,
+    num_rows: int | None = None,
+    scheduling_policy: str | Callable | int | None = None,
+    preemption_policy: str | Callable | int | None = None,
 ) -> Limits:
     """Limits from numbers; what is left out is what `config` has.
 
+    Args:
+      scheduling_policy, preemption_policy: one of those among which the limits choose, itself or by
+        its number; they are `config`'s, which must be a `SimulationConfig` then. None: the first.
+
     Raises `ValueError` naming the field, the value given and the values accepted.
     """
+    sizes = config.scheduler if isinstance(config, SimulationConfig) else config
     values = {}
     for name, value in (("num_blocks", num_blocks), ("num_rows", num_rows)):
-        most = getattr(config, name)
+        most = getattr(sizes, name)
         value = most if value is None else value
         if not 1 <= value <= most:
             raise ValueError(f"{name} must be from 1 to {most}, config.{name} (got {value})")
-        values[name] = jnp.asarray(value, jnp.int32)
-    return Limits(**values)
+        values[name] = value
+    for name, value in (
+        ("scheduling_policy", scheduling_policy),
+        ("preemption_policy", preemption_policy),
+    ):
+        values[name] = _policy_number(config, name, value)
+    return Limits(**{name: jnp.asarray(value, jnp.int32) for name, value in values.items()})
+
+
+def _policy_number(config, field: str, policy) -> int:
+    """The number of a policy, see `make_limits`."""
+    if policy is None:
+        return 0
+    plural = field.replace("policy", "policies")
+    choice = getattr(config, plural, ())
+    if not choice:
+        raise ValueError(
+            f"{field} must be left out where no SimulationConfig.{plural} are given to choose "
+            f"among (got {policy!r})"
+        )
+    if isinstance(policy, str) or callable(policy):
+        if policy not in choice:
+            names = ", ".join(getattr(each, "__name__", str(each)) for each in choice)
+            raise ValueError(f"{field} must be one of config.{plural}: {names} (got {policy!r})")
+        return choice.index(policy)
+    whole = hasattr(policy, "__index__") and not isinstance(policy, bool)
+    if not whole or not 0 <= operator.index(policy) < len(choice):
+        raise ValueError(
+            f"{field} must be from 0 to {len(choice) - 1}, an index into config.{plural} "
+            f"(got {policy!r})"
+        )
+    return operator.index(policy)
+
+
+def checked(config: SimulationConfig, limits: Limits) -> tuple[jax.Array, Limits]:
+    """([] bool: every limit is in range, the limits, or if not, those of `config`)."""
+    sizes = config.scheduler
+    ranges = {
+        "num_blocks": (1, sizes.num_blocks),
+        "num_rows": (1, sizes.num_rows),
+        "scheduling_policy": (0, max(len(config.scheduling_policies) - 1, 0)),
+        "preemption_policy": (0, max(len(config.preemption_policies) - 1, 0)),
+    }
+    valid = jnp.asarray(True)
+    for name, (least, most) in ranges.items():
+        value = jnp.asarray(getattr(limits, name))
+        if not jnp.issubdtype(value.dtype, jnp.integer):
+            raise ValueError(f"{name} of the limits must be of an integer type (got {value.dtype})")
+        valid &= (least <= value) & (value <= most)
+    return valid, jax.tree.map(
+        lambda value, default: jnp.where(valid, value, default).astype(jnp.int32),
+        limits,
+        make_limits(config),
+    )
 
 
 def with_policies(config: SimulationConfig, limits: Limits) -> SimulationConfig:
     """The configuration with the scheduler's policies being those that the limits choose.
 
-    It holds traced values if the limits do: make it inside of what is traced.
+    It holds traced values if the limits do: make it inside of what is traced. The limits must be
+    in range, see `checked`.
     """
     chosen = {
         name: one_of(policies, getattr(limits, name))

@@ -13,6 +13,7 @@ import pytest
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.params import init_params
 from pagedjax.models.rope import inverse_frequencies
+from pallas_kernels import NULL
 from pallas_kernels.interpret import interpret_mode
 from scripts import train_tiny
 from scripts import tune_soft_prefix as soft
@@ -110,7 +111,7 @@ def test_the_sequences_share_the_blocks_of_the_prefix_and_no_others():
     layout, batch, _, _ = soft.training_batch(EXAMPLES, SETTINGS)
     tables = np.asarray(batch.block_tables)
     assert tables[:, :2].tolist() == [[0, 1]] * 3
-    own = [block for row in tables[:, 2:] for block in row if block != soft.NULL]
+    own = [block for row in tables[:, 2:] for block in row if block != NULL]
     assert sorted(own) == list(range(2, layout.num_blocks))
     slots = np.asarray(batch.slot_mapping)
     assert len(set(slots.tolist())) == len(slots)
@@ -153,9 +154,8 @@ def test_through_the_gpu_kernels_the_gradient_is_the_same():
     layout, batch, labels, counted = soft.training_batch(EXAMPLES, settings)
 
     def results(attention):
-        loss = functools.partial(
-            soft.prefix_loss, config=config, layout=layout, attention=attention
-        )
+        chosen = dataclasses.replace(layout, attention=attention)
+        loss = functools.partial(soft.prefix_loss, config=config, layout=chosen)
         prefix = soft.Prefix(k=jnp.asarray(k), v=jnp.asarray(v))
         return jax.jit(jax.value_and_grad(loss))(prefix, weights, batch, labels, counted)
 

@@ -143,3 +143,35 @@ def test_beams_that_follow_are_counted_once_there_is_an_output():
     table = grouped(rows((1, 10, 3, 99)), [1], 10, followers=[3])
     assert demand(table, SIZES) == (0, 7)
     assert demand(advance(table, 16, SIZES), SIZES) == (4, 0)
+
+
+STATIC = replace(SIZES, batching="static")
+
+
+def test_a_static_batch_takes_more_while_a_step_is_too_short():
+    table = rows((0, 30, 0, 99), (0, 8, 0, 99), (0, 8, 0, 99))
+    after = advance(table, 16, STATIC)  # 16 of the first prompt
+    assert after.admitting
+    assert grants(after, 24, STATIC).tolist() == [14, 8, 2]
+    after = advance(after, 24, STATIC)  # two admissions a step; nothing waits then
+    assert not after.admitting
+
+
+def test_a_closed_static_batch_takes_nobody_until_it_has_ended():
+    table = rows((1, 8, 7, 10), (0, 8, 0, 99), admitting=False)
+    assert demand(table, STATIC) == (1, 0)
+    after = advance(table, 16, STATIC)
+    assert demand(after, STATIC) == (1, 0)
+    after = advance(after, 16, STATIC)  # its last token
+    assert after.admitting
+    assert demand(after, STATIC) == (0, 8)
+
+
+def test_who_has_ended_keeps_the_place_in_a_static_batch():
+    running = [(1, 8, 7, 99)] * 2
+    table = rows((1, 8, 7, 9), *running, *[(0, 8, 0, 99)] * 3)
+    assert demand(table, STATIC) == (3, 8)
+    after = advance(table, 3, STATIC)  # too short for a fourth one; one ends
+    assert (after.admitting, after.num_ended) == (True, 1)
+    assert demand(after, STATIC) == (2, 8)
+    assert demand(replace(after, num_ended=2), STATIC) == (2, 0)
