@@ -53,6 +53,21 @@ def test_in_a_static_batch_what_has_ended_waits_for_the_others():
     assert _spans(states, static=False)["A"] == [("running", 1, 1)]
 
 
+def test_who_starts_while_the_batch_goes_on_belongs_to_it():
+    """A ends while the batch is still being filled: its bar goes on to the end of B's and C's."""
+    states = {
+        "A": ["running", "ended", "ended", "ended", "ended"],
+        "B": ["running", "running", "running", "ended", "ended"],
+        "C": ["waiting", "waiting", "running", "running", "ended"],
+        "D": ["waiting", "waiting", "waiting", "waiting", "running"],
+    }
+    spans = _spans(states, static=True)
+    assert spans["A"] == [("running", 1, 1), ("done", 2, 4)]
+    assert spans["B"] == [("running", 1, 3), ("done", 4, 4)]
+    assert spans["C"] == [("waiting", 1, 2), ("running", 3, 4)]
+    assert spans["D"] == [("waiting", 1, 4), ("running", 5, 5)]
+
+
 def test_figures_by_hand():
     figures = make_run().figures()
     assert figures["tokens_per_s"] == 3.0
