@@ -17,9 +17,17 @@ from tests.core.policy_driver import PolicyDriver
 from tests.core.test_machine import QUICK, SchedulerMachine
 
 
+SIZES = {
+    "num_host_blocks": 40,
+    "preemption_mode": "swap",
+    "hash_mask": 0xFF,
+    "max_preemptions": 3,
+}
+
+
 def make(**sizes):
-    defaults = {"num_host_blocks": 24, "preemption_mode": "swap", "max_model_len": 48}
-    return PolicyDriver(**{"num_blocks": 16, **defaults, **sizes})
+    sizes = {"pool": 16, **SIZES, **sizes}
+    return PolicyDriver(**{"host_pool": min(24, sizes["num_host_blocks"]), **sizes})
 
 
 def pressure(driver, steps=60, seed=0, longest=12):
@@ -73,15 +81,23 @@ def test_shared_blocks_stay_with_their_reference():
     host = np.asarray(driver.state.swap.host_tables)[row]
     held = int(driver.state.blocks.num_blocks_held[row])
     assert held > 6
-    assert (table != NULL).tolist() == [True] * 6 + [False] * 6
-    assert (host != NULL).tolist() == [False] * 6 + [True] * (held - 6) + [False] * (12 - held)
+    assert (table != NULL).tolist() == [True] * 6 + [False] * 10
+    assert (host != NULL).tolist() == [False] * 6 + [True] * (held - 6) + [False] * (16 - held)
     references = np.asarray(driver.state.blocks.ref_counts)[table[:6]]
     assert (references >= 2).all(), "the victim and those that run"
     driver.drain()
 
 
 def test_a_block_that_only_victims_share_moves_with_each_of_them():
-    driver = make(num_blocks=8, num_host_blocks=8, max_preemptions=2, num_rows=4, max_num_seqs=4)
+    driver = make(
+        num_blocks=8,
+        num_host_blocks=8,
+        pool=8,
+        max_model_len=48,
+        max_preemptions=2,
+        num_rows=4,
+        max_num_seqs=4,
+    )
     state = driver.state
     tables = jnp.array([[0, 1], [0, 2]], jnp.int32)
     tables = jnp.pad(tables, ((0, 0), (0, 10)), constant_values=NULL)
@@ -122,9 +138,7 @@ def test_an_aborted_row_gives_both_pools_back():
 def test_rows_that_hold_on_to_shared_blocks_cannot_stop_the_others():
     """Two rows, swapped out, still hold the long prefix that they share. The oldest needs the whole
     pool: they give up what they hold and are computed again."""
-    driver = make(
-        num_blocks=12, num_host_blocks=40, max_model_len=48, num_tokens=24, max_num_seqs=3
-    )
+    driver = make(pool=12, host_pool=40)
     first = driver.add_request([3], 48, stop=False)
     prefix = [1, 2, 3, 4] * 5
     for i in range(2):
@@ -145,7 +159,8 @@ def test_auto_goes_by_cost():
         swap_cost_per_block=4.0,
         recompute_cost_per_token=1.0,
         recompute_cost_per_context=1 / 16,
-        num_host_blocks=40,
+        num_blocks=16,
+        max_model_len=48,
     )
     state = driver.state
     tables = jnp.full((driver.config.num_rows, 12), NULL, jnp.int32)
@@ -165,7 +180,8 @@ def test_auto_goes_by_cost():
         swap_cost_per_block=3.5,
         recompute_cost_per_token=1.0,
         recompute_cost_per_context=1 / 16,
-        num_host_blocks=40,
+        num_blocks=16,
+        max_model_len=48,
     )
     out, _ = plan_swap_out(cheaper.config, state, row, row != NULL, tables)
     assert np.asarray(out.row_ids).tolist() == [NULL, 1] + [NULL] * 6
@@ -173,7 +189,7 @@ def test_auto_goes_by_cost():
 
 def test_every_fault_of_the_host_pool_is_reported():
     driver = make()
-    state, check = driver.state, driver.jit.check
+    state, check = driver.state, driver.check
     swap = state.swap
 
     def reported(**changes):
@@ -218,14 +234,7 @@ class SwapMachine(SchedulerMachine):
     """Requests, aborts and steps in any order, with a host pool that is sometimes too small."""
 
     driver_class = PolicyDriver
-    sizes: ClassVar = {
-        "num_blocks": 14,
-        "num_host_blocks": 8,
-        "preemption_mode": "swap",
-        "hash_mask": 0xFF,
-        "max_model_len": 40,
-        "max_preemptions": 3,
-    }
+    sizes: ClassVar = {"pool": 14, "host_pool": 8, **SIZES}
 
 
 TestSwapMachine = SwapMachine.TestCase
@@ -261,6 +270,7 @@ def test_all_policies_and_modes(scheduling, preemption, mode):
         time_slice_tokens=5,
         max_passed_over=8,
         num_blocks=18,
+        pool=18,
         num_tokens=16,
         use_cond=scheduling != "priority",
     )
