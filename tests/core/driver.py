@@ -343,10 +343,10 @@ class Driver:
             self.counts["finished"] += 1
 
 
-def random_traffic(driver: Driver, steps: int, seed: int, *, shared_prefixes=4):
+def random_traffic(driver: Driver, steps: int, seed: int, *, shared_prefixes=4, longest=None):
     """Adds, aborts and steps at random, prompts drawn from a few common prefixes."""
     rng, c = np.random.default_rng(seed), driver.config
-    longest = c.max_model_len
+    longest = longest or c.max_model_len
     bases = [rng.integers(0, driver.alphabet, longest) for _ in range(shared_prefixes)]
     for _ in range(steps):
         for row in driver.empty_rows():
@@ -358,7 +358,7 @@ def random_traffic(driver: Driver, steps: int, seed: int, *, shared_prefixes=4):
             prompt[:k] = bases[rng.integers(len(bases))][:k]
             max_total = n + int(rng.integers(1, longest * 2 // 5))
             if rng.random() < 0.03:
-                max_total = longest + 5
+                max_total = c.max_model_len + 5
             salt = int(rng.integers(2)) if rng.random() < 0.2 else 0
             driver.add_request(prompt[:n], max_total, salt=salt, stop=rng.random() < 0.3, row=row)
         if driver.requests and rng.random() < 0.05:

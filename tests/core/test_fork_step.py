@@ -1,7 +1,7 @@
 """The whole step on a tiny model with rows that share blocks: poison, dense results, memory."""
 
 import re
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,26 @@ import numpy as np
 import pytest
 
 from pagedjax.core.state import NULL, Status
-from pagedjax.core.step import init_state, step
-from tests.core.test_step import DENSE, Runner, make_config, params  # noqa: F401 (a fixture)
+from pagedjax.core.step import init_state
+from pagedjax.models.params import init_params
+from tests.core.forms import compile_form
+from tests.core.test_step import DENSE, MODEL, Runner, make_config, params  # noqa: F401 (a fixture)
 
 SIZES = {"enable_forks": True, "max_beam_width": 3, "max_logprobs": 6, "num_blocks": 24}
+# A pool and tables that would be seen to be copied.
+LARGE = SIZES | {"num_blocks": 4096, "num_rows": 50, "max_model_len": 404}
 PROMPT = [5, 9, 17, 33, 2, 60, 41, 7, 23, 11]
 OFF = {"group": np.int32(NULL), "beam_leader": np.int32(NULL), "beam_index": np.int32(0)}
+
+
+@cache
+def compile_large(num_tokens):
+    """The step, compiled ahead, and its state's shapes."""
+    config = make_config(**LARGE)
+    state = jax.eval_shape(lambda: init_state(config, kv_dtype=jnp.float32))
+    weights = partial(init_params, MODEL.config, dtype=jnp.float32, stacked=False)
+    shapes = jax.eval_shape(weights, jax.random.key(0)), state
+    return compile_form("step", *shapes, config=config, num_tokens=num_tokens), state
 
 
 def sampled(runner, seeds, group, **changes):
@@ -62,7 +76,8 @@ def dense_beams(weights, width, max_total):
 
 
 def test_beams_equal_a_dense_search(params):  # noqa: F811
-    runner = Runner(params, **SIZES)
+    runner = Runner(params, num_tokens=4, **LARGE)
+    runner.step_fn, _ = compile_large(4)
     for row in range(3):
         runner.add(
             row,
@@ -90,12 +105,9 @@ def test_beams_equal_a_dense_search(params):  # noqa: F811
 
 
 @pytest.mark.parametrize("num_tokens", [4, pytest.param(16, marks=pytest.mark.slow)])
-def test_pool_and_tables_are_not_copied(params, num_tokens):  # noqa: F811
+def test_pool_and_tables_are_not_copied(num_tokens):
     """Neither the pool nor the large tables of the scheduler, though beams move between rows."""
-    config = make_config(**SIZES | {"num_blocks": 4096, "num_rows": 50, "max_model_len": 404})
-    state = jax.eval_shape(lambda: init_state(config, kv_dtype=jnp.float32))
-    one = partial(step, config=config, num_tokens=num_tokens)
-    compiled = jax.jit(one, donate_argnums=1).lower(params, state).compile()
+    compiled, state = compile_large(num_tokens)
     memory = compiled.memory_analysis()
     pool_bytes = state.k_pool.size * 4
     assert memory.alias_size_in_bytes >= 2 * pool_bytes

@@ -89,9 +89,7 @@ def test_longest_prefix_counts_by_search_what_a_walk_counts():
 def test_round_robin_takes_turns():
     """Two places, five requests of 24 tokens, slices of 4: the oldest keeps its place, the others
     share the other one in turns. Then the next oldest keeps its place, and so on."""
-    driver = PolicyDriver(
-        scheduling_policy="round_robin", time_slice_tokens=4, max_num_seqs=2
-    )
+    driver = PolicyDriver(scheduling_policy="round_robin", time_slice_tokens=4, max_num_seqs=2)
     rows = [driver.add_request([i, i], 26, stop=False) for i in range(5)]
     turns, tokens = [], dict.fromkeys(rows, 2)
     while rows[0] in driver.requests:

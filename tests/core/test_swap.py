@@ -4,6 +4,7 @@ not fit. The shadow pool of the driver checks every token of every context."""
 import dataclasses
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,13 +17,15 @@ from tests.core.driver import random_traffic
 from tests.core.policy_driver import PolicyDriver
 from tests.core.test_machine import QUICK, SchedulerMachine
 
-
 SIZES = {
     "num_host_blocks": 40,
     "preemption_mode": "swap",
     "hash_mask": 0xFF,
     "max_preemptions": 3,
 }
+
+
+plan = jax.jit(plan_swap_out, static_argnums=0)
 
 
 def make(**sizes):
@@ -104,13 +107,13 @@ def test_a_block_that_only_victims_share_moves_with_each_of_them():
     state.blocks.__dict__["ref_counts"] = jnp.array([2, 1, 2, 0, 0, 0, 0, 0], jnp.int32)
     state.rows.__dict__["num_computed_tokens"] = jnp.full(4, 8, jnp.int32)
     row, goes = jnp.array([1, 2], jnp.int32), jnp.array([True, True])
-    out, ids = plan_swap_out(driver.config, state, row, goes, tables)
+    out, ids = plan(driver.config, state, row, goes, tables)
     assert np.asarray(out.src)[:3].tolist() == [0, 1, 0]
     assert int(out.count) == 3
     assert np.asarray(out.tables)[:, :2].tolist() == [[NULL, NULL], [NULL, 2]]
     assert np.asarray(ids)[:, :2].tolist() == [[0, 1], [0, NULL]]
     # The second one alone: the first still holds block 0.
-    out, ids = plan_swap_out(driver.config, state, row, jnp.array([False, True]), tables)
+    out, ids = plan(driver.config, state, row, jnp.array([False, True]), tables)
     assert int(out.count) == 0
     assert np.asarray(out.row_ids).tolist() == [NULL, 2]
     assert (np.asarray(ids) == NULL).all()
@@ -171,7 +174,7 @@ def test_auto_goes_by_cost():
     recompute_cost = [8 + (8 * 4) / 16, 32 + (32 * 16) / 16]
     assert recompute_cost[0] < 2 * 2 * 4
     assert recompute_cost[1] == 2 * 8 * 4
-    out, _ = plan_swap_out(driver.config, state, row, row != NULL, tables)
+    out, _ = plan(driver.config, state, row, row != NULL, tables)
     assert np.asarray(out.row_ids).tolist() == [NULL] * 8, "equal cost: nothing is moved"
     state.rows.__dict__["num_computed_tokens"] = jnp.array([8, 33] + [0] * 6, jnp.int32)
     tables = tables.at[1, 8].set(10)
@@ -183,7 +186,7 @@ def test_auto_goes_by_cost():
         num_blocks=16,
         max_model_len=48,
     )
-    out, _ = plan_swap_out(cheaper.config, state, row, row != NULL, tables)
+    out, _ = plan(cheaper.config, state, row, row != NULL, tables)
     assert np.asarray(out.row_ids).tolist() == [NULL, 1] + [NULL] * 6
 
 

@@ -100,17 +100,14 @@ def test_no_cond_equals_cond():
 
 def test_jit_equals_no_jit():
     """The functions are the same without a compiler: op by op, concrete values."""
-    driver = Driver(
-        num_rows=2, max_num_seqs=2, num_blocks=6, max_model_len=8, max_admissions=2, num_tokens=4
-    )
+    driver = Driver(pool=6)
     for i in range(2):
         driver.add_request([i, 1, 2, 3, 4], 8, stop=False)
-    config = driver.config
-    jitted = jax.jit(partial(one_step, config=config, num_tokens=4))
     a, b = copies(driver.state), copies(driver.state)
     for _ in range(3):
-        a, out_a = jitted(a)
-        b, out_b = one_step(b, config, 4)
+        a, plan = driver.jit.schedule(a)
+        a, out_a = driver.jit.commit(a, plan, hashed_samples(driver.config, plan, 24))
+        b, out_b = one_step(b, driver.config, 24)
         assert_same(out_a, out_b)
     assert_same(a, b)
 
