@@ -66,7 +66,13 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize("name", GRID)
+# The others between them take every path that these do.
+SLOW = {"window 1", "soft cap", "block of 256"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in GRID]
+)
 def test_options(name):
     shape, options = GRID[name]
     for key in ("mixed", "decode"):
@@ -187,9 +193,8 @@ def test_rows_that_share_blocks(name):
 
 def test_which_chunks_are_shared():
     _, (*_, tables, starts, lens) = shared_step(*SHARED["all share"], physically=True)
-    make = functools.partial(
-        make_metadata, starts, lens, tables, num_tokens=LONG.num_tokens, block_size=16
-    )
+    make = jax.jit(make_metadata, static_argnames=("num_tokens", "block_size", "sliding_window"))
+    make = functools.partial(make, starts, lens, tables, num_tokens=LONG.num_tokens, block_size=16)
     work = make().decode
     assert work.shared_chunks.tolist() == [4]
     # What is left of 520, 600, 519, 523 and 512 tokens after 4 chunks of 128.
