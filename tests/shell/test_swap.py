@@ -12,12 +12,9 @@ from pagedjax.engine import InvalidRequestError
 from pagedjax.engine.build import scheduler_config
 from pagedjax.sampling_params import SamplingParams
 from tests.shell.books import check_books
-from tests.shell.tiny import drain, make_engine, run
+from tests.shell.tiny import PRESSED, drain, make_engine, run
 
-SIZES = {"max_num_seqs": 8, "num_rows": 16, "token_buckets": (16,)}
-LARGE = {"num_blocks": 160, **SIZES}
-# Eight rows of up to 60 tokens need 120 blocks of 4: this is under a third.
-SMALL = {"num_blocks": 28, "watermark": 0.0, **SIZES}
+LARGE = {"num_blocks": 160, "max_num_seqs": 8, "num_rows": 16, "token_buckets": (16,)}
 
 
 def requests():
@@ -37,7 +34,7 @@ def requests():
 @pytest.fixture(scope="module")
 def expected():
     """Each of them alone, so that there is room for it; in the same program as the others."""
-    engine, outputs = make_engine(**SMALL, **MODES["swap"]), {}
+    engine, outputs = make_engine(**PRESSED), {}
     for request in requests():
         outputs |= run(engine, [request])
     assert engine.stats().preemptions == 0
@@ -98,12 +95,11 @@ def run_poisoned(engine, some):
 
 
 MODES = {
-    "recompute": {"preemption_mode": "recompute"},
-    "swap": {"preemption_mode": "swap", "num_host_blocks": 60},
+    "recompute": {"preemption_mode": "recompute", "num_host_blocks": 0},
+    "swap": {},
     # A row of more than some six blocks is swapped: its context makes it dear to compute again.
     "auto": {
         "preemption_mode": "auto",
-        "num_host_blocks": 60,
         "preemption_policy": "most_tokens",
     },
 }
@@ -123,7 +119,7 @@ COSTS = {
     ],
 )
 def test_a_small_pool_gives_the_tokens_of_each_alone(expected, mode):
-    engine = make_engine(**SMALL, **MODES[mode], costs=COSTS if mode == "auto" else {})
+    engine = make_engine(**PRESSED | MODES[mode], costs=COSTS if mode == "auto" else {})
     go = run_poisoned if mode == "swap" else run
     outputs = go(engine, requests())
     assert_equal(outputs, expected)
@@ -136,24 +132,24 @@ def test_a_small_pool_gives_the_tokens_of_each_alone(expected, mode):
 
 
 def test_abort_while_a_request_is_swapped_out():
-    engine = make_engine(**SMALL, **MODES["swap"])
+    engine = make_engine(**PRESSED)
     for request_id, prompt, sampling in requests()[:16]:
         engine.add_request(request_id, prompt, sampling)
     for _ in range(200):
         engine.step()
-        if engine.stats().num_free_host_blocks < 60:
+        if engine.stats().num_free_host_blocks < 40:
             break
-    assert engine.stats().num_free_host_blocks < 60
+    assert engine.stats().num_free_host_blocks < 40
     for i in range(16):
         engine.abort(str(i))
     drain(engine)
     stats = engine.stats()
-    assert stats.num_free_host_blocks == 60
+    assert stats.num_free_host_blocks == 40
     assert stats.num_free_blocks + stats.num_evictable_blocks == stats.num_blocks
 
 
 def test_nothing_is_compiled_after_warm_up():
-    engine = make_engine(**SMALL, **MODES["swap"])
+    engine = make_engine(**PRESSED)
     engine.warm_up()
     before = engine.num_compiled()
     run(engine, requests()[:16])
