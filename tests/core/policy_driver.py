@@ -16,6 +16,12 @@ URGENCY = {
     "preemption_policy": "lowest_priority",
     "max_passed_over": 5,
 }
+LONGEST_PREFIX = {
+    "scheduling_policy": "longest_prefix",
+    "num_tokens": 8,
+    "max_num_seqs": 4,
+    "max_admissions": 4,
+}
 OWN_POLICY = {
     "scheduling_policy": shortest_first,
     "preemption_policy": "most_tokens",

@@ -11,9 +11,7 @@ from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.policies import longest_prefix
 from pagedjax.core.state import Status
 from tests.core.driver import random_traffic
-from tests.core.policy_driver import OWN_POLICY, URGENCY, PolicyDriver
-
-TWO_AT_A_TIME = {"scheduling_policy": "longest_prefix", "max_num_seqs": 2}
+from tests.core.policy_driver import LONGEST_PREFIX, OWN_POLICY, URGENCY, PolicyDriver
 
 
 def order_of_start(driver, rows):
@@ -62,11 +60,12 @@ def test_a_policy_must_give_keys_of_the_table():
 
 
 def test_longest_prefix_starts_what_is_cached_first():
-    driver = PolicyDriver(**TWO_AT_A_TIME)
+    driver = PolicyDriver(**LONGEST_PREFIX)
     base = [1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 5]  # three blocks
     driver.add_request(base, 14, stop=False)
     driver.drain()
-    driver.add_request([5, 5], 60, stop=False)  # has one of the two places from now on
+    for i in range(3):  # have three of the four places from now on
+        driver.add_request([5, i], 40, stop=False)
     driver.step()
     prompts = [[9, 9, 9, 9, 1], [*base[:4], 9], [*base, 9], [*base[:8], 9]]
     rows = [driver.add_request(p, len(p) + 2, stop=False) for p in prompts]
@@ -74,7 +73,7 @@ def test_longest_prefix_starts_what_is_cached_first():
 
 
 def test_longest_prefix_counts_by_search_what_a_walk_counts():
-    driver = PolicyDriver(**TWO_AT_A_TIME)
+    driver = PolicyDriver(**LONGEST_PREFIX)
     rng = np.random.default_rng(3)
     base = rng.integers(0, 6, 40)
     driver.add_request(base, 42, stop=False)

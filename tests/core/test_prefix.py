@@ -13,6 +13,7 @@ from pagedjax.core.prefix import match
 from pagedjax.core.ragged import expand
 from pagedjax.core.state import NULL, Status, init_scheduler
 from tests.core.driver import COLLIDING, Driver
+from tests.core.policy_driver import LONGEST_PREFIX
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ def test_oldest_chain_goes_first_and_tails_before_heads():
 def test_many_partial_matches_in_one_small_step():
     """Chunks that begin inside a copied block and end inside another: each needs a block more than
     its tokens alone would, and every one of them has its own."""
-    driver = Driver(num_tokens=8, max_num_seqs=4, max_admissions=4)
+    driver = Driver(**LONGEST_PREFIX)
     run_to_end(driver, [*PROMPT[:9], 1, 1, 1], extra=1)
     for token in (0, 2, 3, 5):  # not PROMPT[7], which would fill the block
         driver.add_request([*PROMPT[:7], token, token], 16, stop=False)
