@@ -50,6 +50,9 @@ def compile_large(form, num_tokens):
     return compile_form(form, *shapes, config=config, num_tokens=num_tokens), state
 
 
+# Chunks of prompts, blocks of one token, and not enough of them.
+CHUNKS = {"num_tokens": 4, "block_size": 1, "num_blocks": 48}
+
 DENSE = jax.jit(partial(forward_dense, config=MODEL.config))
 
 
@@ -183,10 +186,11 @@ def test_paged_engine_equals_dense_model(params):
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"num_tokens": 4, "num_blocks": 12},
-        # By default without the cache in tests/shell/test_exact.py, and under random traffic.
+        CHUNKS,
+        # By default these are seen under random traffic; without the cache in
+        # tests/shell/test_exact.py, too.
+        pytest.param({"num_tokens": 4, "num_blocks": 12}, marks=pytest.mark.slow),
         pytest.param({"num_tokens": 4, "enable_prefix_caching": False}, marks=pytest.mark.slow),
-        {"num_tokens": 4, "block_size": 1, "num_blocks": 96},
     ],
     ids=str,
 )
@@ -197,7 +201,7 @@ def test_chunks_pressure_and_block_size_change_nothing(params, sizes):
     got = runner.finish()
     want = {r: dense_greedy(params, p, len(p) + 10) for r, p in enumerate(some)}
     assert_same_tokens(got, want)
-    if "num_blocks" in sizes and sizes["num_blocks"] == 12:
+    if "num_blocks" in sizes:
         assert int(runner.state.scheduler.counters.num_preemptions) > 0
 
 
@@ -240,7 +244,7 @@ def test_seeded_sampling_is_independent_of_everything(params):
     alone = Runner(params)
     alone.add(0, prompt, len(prompt) + 12, **sampled)
     want = alone.finish()[0]
-    crowd = Runner(params, num_tokens=4, num_blocks=12)
+    crowd = Runner(params, **CHUNKS)
     for row, other in enumerate(prompts(4, count=4)):
         crowd.add(row, other, min(48, len(other) + 15), temperature=np.float32(1.3))
     crowd.add(5, prompt, len(prompt) + 12, **sampled)
@@ -271,6 +275,9 @@ def test_run_equals_steps_and_stops_when_the_host_is_needed(params):
         np.testing.assert_array_equal(getattr(ours.blocks, name), getattr(theirs.blocks, name))
 
 
+# By default `run` shows a loop over the whole step, and tests/core/test_simulate.py a scan over the
+# scheduler that equals the engine's steps.
+@pytest.mark.slow
 def test_scan_over_the_whole_step(params):
     runner, loop = Runner(params), Runner(params)
     for r in (runner, loop):
@@ -296,7 +303,7 @@ def test_scan_over_the_whole_step(params):
     [
         pytest.param("step", 1, marks=pytest.mark.slow),
         ("run", 16),
-        # By default with a host pool, too, in tests/core/test_swap_step.py.
+        # By default with everything on, in tests/core/test_fork_step.py.
         pytest.param("step", 16, marks=pytest.mark.slow),
         pytest.param("run", 2, marks=pytest.mark.slow),
         pytest.param("scan", 2, marks=pytest.mark.slow),

@@ -52,7 +52,7 @@ def test_vmap_of_schedule_equals_each_alone():
         assert_same(jax.tree.map(lambda x, i=i: x[i], together), driver.jit.schedule(state))
 
 
-@pytest.mark.slow  # test_scan_over_the_whole_step shows it of these functions and the model
+@pytest.mark.slow  # by default tests/core/test_simulate.py scans them, and compares with an engine
 def test_scan_over_100_steps_equals_a_loop():
     driver = Driver(pool=20)
     config = driver.config
