@@ -107,8 +107,8 @@ def test_from_the_prefix_cache(llm, cold, short):
     assert sum(o.num_cached_tokens for o in outputs) > 100
 
 
-def test_one_at_a_time(llm, golden):
-    check(serve(llm, golden[:2], one_at_a_time=True), golden[:2])
+def test_a_line_alone(llm, golden):
+    check(serve(llm, golden[:1], one_at_a_time=True), golden[:1])
 
 
 def test_all_lines_in_a_pool_so_small_that_rows_are_preempted(llm, golden):
