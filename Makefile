@@ -17,8 +17,9 @@ VENV ?= .venv
 PYTHON ?=
 MODEL ?= smollm2-135m
 ARGS ?=
-# A process for each core, at most four (each takes up to 3 GB); a file stays in one.
-SPREAD ?= -n auto --maxprocesses 4 --dist loadfile
+# A process for each core, at most four (each takes up to 3 GB); a file stays in one. In the order
+# of the folders, which ends with files that take little: else one process would wait for the other.
+SPREAD ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PY := $(VENV)/bin/python
 
 help: ## show this list

@@ -66,7 +66,13 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize("name", GRID)
+# The others between them take every path that these do.
+SLOW = {"window 1", "soft cap", "block of 256"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in GRID]
+)
 def test_options(name):
     shape, options = GRID[name]
     for key in ("mixed", "decode"):
@@ -185,11 +191,16 @@ def test_rows_that_share_blocks(name):
         np.testing.assert_allclose(got, alone, atol=1e-6)
 
 
+make_long = functools.partial(
+    jax.jit(make_metadata, static_argnames=("num_tokens", "block_size", "sliding_window")),
+    num_tokens=LONG.num_tokens,
+    block_size=16,
+)
+
+
 def test_which_chunks_are_shared():
     _, (*_, tables, starts, lens) = shared_step(*SHARED["all share"], physically=True)
-    make = functools.partial(
-        make_metadata, starts, lens, tables, num_tokens=LONG.num_tokens, block_size=16
-    )
+    make = functools.partial(make_long, starts, lens, tables)
     work = make().decode
     assert work.shared_chunks.tolist() == [4]
     # What is left of 520, 600, 519, 523 and 512 tokens after 4 chunks of 128.
@@ -201,8 +212,7 @@ def test_only_what_comes_first_is_shared():
     _, (*_, tables, starts, lens) = shared_step(*SHARED["all share"], physically=True)
 
     def shared(tables, starts, lens):
-        work = make_metadata(starts, lens, tables, num_tokens=LONG.num_tokens, block_size=16)
-        return work.decode.shared_chunks.tolist()
+        return make_long(starts, lens, tables).decode.shared_chunks.tolist()
 
     assert shared(tables.at[2, 9].set(3), starts, lens) == [1]
     assert shared(tables.at[2, 0].set(3), starts, lens) == [0]

@@ -102,13 +102,15 @@ def test_blocks_that_rows_share_collect_from_all_of_them():
     q = jnp.stack([q[0], q[0]])
     tables = jnp.stack([tables[0], tables[0]])
 
-    def loss(k_pool, v_pool, rows):
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradient(k_pool, v_pool, rows):
         starts = jnp.minimum(jnp.arange(3), rows)
         lens = jnp.where(jnp.arange(2) < rows, 14, 0)
         out = paged_attention(q, k_pool, v_pool, tables, starts, lens, layer=LAYER, scale=SCALE)
         return jnp.sum(out[:, :, 0])
 
-    one, two = (jax.grad(loss, argnums=(0, 1))(k_pool, v_pool, n) for n in (1, 2))
+    one, two = (gradient(k_pool, v_pool, n) for n in (1, 2))
     for x, y in zip(one, two, strict=True):
         np.testing.assert_allclose(2 * x, y, atol=1e-6)
 
@@ -124,7 +126,8 @@ def test_bits_have_no_derivative_but_queries_have():
         out = paged_attention(q, k_pool, v_pool, *step.arrays[3:], layer=LAYER, scale=SCALE)
         return jnp.sum(out**2)
 
-    got, expected = jax.grad(loss)(q, *pools), jax.grad(loss)(q, *wide)
+    gradient = jax.jit(jax.grad(loss))
+    got, expected = gradient(q, *pools), gradient(q, *wide)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     with pytest.raises(TypeError, match="uint16"):
         jax.grad(loss, argnums=1)(q, *pools)

@@ -82,11 +82,13 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "step", ["chunk of a longer prompt", pytest.param("mixed", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(name):
+def test_options(name, step):
     shape, options = OPTIONS[name]
-    for step in ("mixed", "chunk of a longer prompt"):
-        check(shape, poisoned(shape, *PROMPTS[step]), options)
+    check(shape, poisoned(shape, *PROMPTS[step]), options)
 
 
 def test_same_again_and_whatever_lies_in_unseen_slots():

@@ -35,6 +35,20 @@ def beam_search(prompt, *, width, max_total, vocab, count, stop=True, salt=0):
     return beams, completed
 
 
+# Of a scheduler that searches; tests of rows that share blocks use it, too.
+SEARCHES = {
+    "enable_forks": True,
+    "max_beam_width": 4,
+    "max_logprobs": 6,
+    "enable_prefix_caching": False,
+    "num_blocks": 18,
+    "num_rows": 10,
+    "max_num_seqs": 8,
+    "max_model_len": 44,
+    "hash_mask": 0xFF,
+}
+
+
 @dataclasses.dataclass
 class Group:
     rows: list
@@ -50,18 +64,7 @@ class BeamDriver(Driver):
     """Also follows each beam search from the outputs alone, as a host would."""
 
     def __init__(self, *, vocab=6, **sizes):
-        defaults = {
-            "enable_forks": True,
-            "max_beam_width": 4,
-            "max_logprobs": 6,
-            "enable_prefix_caching": False,
-            "num_blocks": 18,
-            "num_rows": 10,
-            "max_num_seqs": 8,
-            "max_model_len": 44,
-            "hash_mask": 0xFF,
-        }
-        super().__init__(alphabet=vocab, **{**defaults, **sizes})
+        super().__init__(alphabet=vocab, **{**SEARCHES, **sizes})
         self.groups: dict[int, Group] = {}
         self.num_searches = 0
         self.counts |= {"searches": 0, "moves": 0, "completed": 0}

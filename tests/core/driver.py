@@ -3,6 +3,11 @@
 Every slot of the shadow holds a hash of the token prefix that should have produced it. After each
 plan, every context slot of every scheduled row must hold exactly the hash of its own prefix: any
 wrong sharing, early reuse, lost copy or misplaced write shows at once, without a model.
+
+Compiling a configuration costs more than thousands of its steps, so most tests share a few. How
+large the pool is needs none of its own: a driver with `pool` blocks is told of so many of its
+`num_blocks`, as the simulator is (which tests/core/test_simulate.py compares with an engine that
+really has so many, step by step).
 """
 
 import dataclasses
@@ -24,6 +29,8 @@ from pagedjax.sampling import Sampled
 MASK = (1 << 61) - 1
 ALPHABET = 7
 STOP_TOKEN = 6
+# Blocks all of which collide with others, evicted two at a time; every ended row leaves at once.
+COLLIDING = {"hash_mask": 3, "evict_batch": 2, "max_retirements": 8}
 
 
 def prefix_hashes(tokens, salt=0):
@@ -86,6 +93,31 @@ def null_samples(config, num_tokens, token_ids):
     )
 
 
+def withhold(pool, usable):
+    """A pool whose free stack has its first `usable` blocks only. All are free."""
+    place = jnp.arange(pool.free_stack.shape[0], dtype=jnp.int32)
+    stack = jnp.where(place < usable, usable - 1 - place, place)
+    return dataclasses.replace(pool, free_stack=stack, num_free=jnp.int32(usable))
+
+
+def give_back(pool, usable):
+    """The pool with the withheld blocks on its stack: invariants hold of all blocks, and one of
+    these that has come into use is reported."""
+    n = pool.free_stack.shape[0]
+    place, top = jnp.arange(n, dtype=jnp.int32), pool.num_free + n - usable
+    withheld = (place >= pool.num_free) & (place < top)
+    stack = jnp.where(withheld, usable + place - pool.num_free, pool.free_stack)
+    return dataclasses.replace(pool, free_stack=stack, num_free=top)
+
+
+def check_whole(state, usable, plan=None, *, config):
+    """`check_invariants` of a state of which blocks of both pools are withheld."""
+    whole = dataclasses.replace(
+        state, blocks=give_back(state.blocks, usable[0]), swap=give_back(state.swap, usable[1])
+    )
+    return check_invariants(whole, plan=plan, config=config)
+
+
 @lru_cache(maxsize=32)
 def compiled(config, num_tokens):
     """The jitted functions of one configuration, shared by all drivers of it.
@@ -101,7 +133,7 @@ def compiled(config, num_tokens):
         commit=jax.jit(partial(commit, config=config), donate_argnums=0, **quick),
         add=jax.jit(partial(add_request, config=config), donate_argnums=0, **quick),
         abort=jax.jit(partial(abort), donate_argnums=0),
-        check=jax.jit(partial(check_invariants, config=config), **quick),
+        check=jax.jit(partial(check_whole, config=config), **quick),
     )
 
 
@@ -115,9 +147,12 @@ class Request:
 
 
 class Driver:
-    """Runs one scheduler, checks everything after every half step."""
+    """Runs one scheduler, checks everything after every half step.
 
-    def __init__(self, *, alphabet=ALPHABET, num_tokens=24, **sizes):
+    `pool`, `host_pool`: so many blocks of `num_blocks` and `num_host_blocks` may be used.
+    """
+
+    def __init__(self, *, alphabet=ALPHABET, num_tokens=24, pool=None, host_pool=None, **sizes):
         defaults = {
             "num_rows": 8,
             "max_num_seqs": 6,
@@ -134,7 +169,16 @@ class Driver:
         self.config = c = SchedulerConfig(**{**defaults, **sizes})
         self.alphabet, self.num_tokens = alphabet, num_tokens
         self.jit = compiled(c, num_tokens)
-        self.state = init_scheduler(c)
+        self.pool = c.num_blocks if pool is None else pool
+        self.host_pool = c.num_host_blocks if host_pool is None else host_pool
+        assert self.pool <= c.num_blocks
+        assert self.host_pool <= c.num_host_blocks
+        state = init_scheduler(c)
+        self.state = dataclasses.replace(
+            state,
+            blocks=withhold(state.blocks, self.pool),
+            swap=withhold(state.swap, self.host_pool),
+        )
         self.kv = np.zeros(c.num_blocks * c.block_size, object)
         self.host_kv = np.zeros(c.num_host_blocks * c.block_size, object)
         self.requests: dict[int, Request] = {}
@@ -162,6 +206,8 @@ class Driver:
         """Put a request into an empty row; returns the row."""
         row = self.empty_rows()[0] if row is None else row
         c = self.config
+        if -(-(max_total - 1) // c.block_size) > self.pool:
+            max_total = c.max_model_len + 1  # refused, as an engine with such a pool would
         padded = np.full(c.max_padded_len, 3, np.int32)
         padded[: len(prompt)] = prompt
         own = {
@@ -188,13 +234,18 @@ class Driver:
         self.requests.pop(row)
         self.counts["aborted"] += 1
 
+    def check(self, state=None, plan=None):
+        """The violated invariants of a state, of the driver's own by default."""
+        usable = np.int32([self.pool, self.host_pool])
+        return self.jit.check(self.state if state is None else state, usable, plan)
+
     def step(self):
         status_before = np.asarray(self.state.rows.status).copy()
         self.state, plan = self.jit.schedule(self.state)
-        assert_invariants(self.jit.check(self.state, plan=plan))
+        assert_invariants(self.check(plan=plan))
         samples = self._model(plan, status_before)
         self.state, output = self.jit.commit(self.state, plan, self._sampled(plan, samples))
-        assert_invariants(self.jit.check(self.state))
+        assert_invariants(self.check())
         self.plan, self.output = plan, output
         self._collect(output)
 
@@ -209,7 +260,7 @@ class Driver:
         for _ in range(2 + self.config.num_rows):
             self.step()
         assert (np.asarray(self.state.blocks.ref_counts) == 0).all()
-        assert int(self.state.swap.num_free) == self.config.num_host_blocks
+        assert int(self.state.swap.num_free) == self.host_pool
 
     def _sampled(self, plan, token_ids):
         return null_samples(self.config, self.num_tokens, token_ids)
@@ -292,10 +343,10 @@ class Driver:
             self.counts["finished"] += 1
 
 
-def random_traffic(driver: Driver, steps: int, seed: int, *, shared_prefixes=4):
+def random_traffic(driver: Driver, steps: int, seed: int, *, shared_prefixes=4, longest=None):
     """Adds, aborts and steps at random, prompts drawn from a few common prefixes."""
     rng, c = np.random.default_rng(seed), driver.config
-    longest = c.max_model_len
+    longest = longest or c.max_model_len
     bases = [rng.integers(0, driver.alphabet, longest) for _ in range(shared_prefixes)]
     for _ in range(steps):
         for row in driver.empty_rows():
@@ -307,7 +358,7 @@ def random_traffic(driver: Driver, steps: int, seed: int, *, shared_prefixes=4):
             prompt[:k] = bases[rng.integers(len(bases))][:k]
             max_total = n + int(rng.integers(1, longest * 2 // 5))
             if rng.random() < 0.03:
-                max_total = longest + 5
+                max_total = c.max_model_len + 5
             salt = int(rng.integers(2)) if rng.random() < 0.2 else 0
             driver.add_request(prompt[:n], max_total, salt=salt, stop=rng.random() < 0.3, row=row)
         if driver.requests and rng.random() < 0.05:

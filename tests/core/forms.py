@@ -12,7 +12,7 @@ def compile_form(form, params, state, *, config, num_tokens):
     one = partial(step, config=config, num_tokens=num_tokens)
     function = {
         "step": one,
-        "run": partial(run, config=config, num_tokens=num_tokens, num_steps=3),
+        "run": partial(run, config=config, num_tokens=num_tokens, num_steps=30),
         "scan": lambda p, s: jax.lax.scan(lambda c, _: one(p, c), s, None, length=3),
     }[form]
     return jax.jit(function, donate_argnums=1).lower(params, state).compile()

@@ -6,6 +6,30 @@ from pagedjax.core.state import Status
 from tests.core.driver import Driver
 
 
+def shortest_first(state, config):
+    return state.rows.max_total_tokens
+
+
+# Settings that several tests share, each of which compiles once.
+URGENCY = {
+    "scheduling_policy": "priority",
+    "preemption_policy": "lowest_priority",
+    "max_passed_over": 5,
+}
+LONGEST_PREFIX = {
+    "scheduling_policy": "longest_prefix",
+    "num_tokens": 8,
+    "max_num_seqs": 4,
+    "max_admissions": 4,
+}
+OWN_POLICY = {
+    "scheduling_policy": shortest_first,
+    "preemption_policy": "most_tokens",
+    "max_passed_over": 0,
+    "max_preemptions": 1,
+}
+
+
 class PolicyDriver(Driver):
     """Checks: the oldest running row stays; a resumed row that has no new token yet steps back only
     when none but such rows, and the oldest, are left."""

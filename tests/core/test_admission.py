@@ -21,7 +21,7 @@ def run_until(driver, condition, limit=200):
 def test_a_prompt_that_does_not_fit_waits_instead_of_pushing_out_itself():
     """A chunk of it would fit beside the two that decode; all of it does only when one has ended.
     Then it starts at once, and nothing has been computed twice."""
-    driver = Driver(num_blocks=16, num_tokens=16)  # of 4 tokens
+    driver = Driver(pool=16)  # of 4 tokens
     long = driver.add_request([1, 2, 3, 4], 32, stop=False)
     short = driver.add_request([4, 3, 2, 1], 20, stop=False)
     for _ in range(11):  # now they hold four blocks each
@@ -36,7 +36,7 @@ def test_a_prompt_that_does_not_fit_waits_instead_of_pushing_out_itself():
 
 def test_a_waiting_prompt_is_admitted_when_somebody_has_computed_its_beginning():
     """No block becomes free meanwhile: what it needs becomes less."""
-    driver = Driver(num_blocks=13, num_tokens=24)
+    driver = Driver(pool=13)
     prompt = list(np.random.default_rng(0).integers(0, driver.alphabet, 40))
     first = driver.add_request(prompt, 50, stop=False)
     second = driver.add_request(prompt, 41, stop=False)

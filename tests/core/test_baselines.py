@@ -8,19 +8,21 @@ from pagedjax.core.state import Status
 from tests.core.driver import Driver, random_traffic
 
 ARTICLE = {"num_rows": 8, "max_num_seqs": 4, "num_blocks": 128, "max_model_len": 256}
+STATIC = ARTICLE | {"batching": "static"}
 LENGTHS = {"A": 100, "B": 50, "C": 200, "D": 30, "E": 60, "F": 60, "G": 60}
 
 
 def serve_article(**changes):
     """The article's example: four requests, then three more; -> name -> (first, last step)."""
-    driver = Driver(**(ARTICLE | {"enable_prefix_caching": False} | changes))
+    driver = Driver(**(ARTICLE | changes))
     names, waiting, spans = {}, list(LENGTHS), {}
     for step in range(1, 1000):
         for row in driver.empty_rows():
             if waiting and len(driver.requests) < 8:
                 name = waiting.pop(0)
                 names[row] = name
-                driver.add_request([ord(name) % 5], 1 + LENGTHS[name], stop=False, row=row)
+                total, salt = 1 + LENGTHS[name], ord(name)  # nobody finds another's blocks
+                driver.add_request([salt % 5], total, stop=False, row=row, salt=salt)
         if not driver.requests:
             return spans
         driver.step()
@@ -51,28 +53,27 @@ def test_a_long_request_keeps_the_place_until_a_has_ended(monkeypatch):
 
 
 def test_static_batching_waits_for_the_longest():
-    spans = serve_article(batching="static")
+    spans = serve_article(**STATIC)
     assert [spans[name][1] for name in "ABCD"] == [100, 50, 200, 30]
     assert [spans[name] for name in "EFG"] == [(201, 260)] * 3
 
 
 def test_a_static_batch_keeps_its_memory_until_all_have_ended():
-    driver = Driver(**ARTICLE, batching="static", enable_prefix_caching=False)
+    driver = Driver(**STATIC)
     driver.add_request([1] * 4, 4 + 1, stop=False)
     driver.add_request([2] * 4, 4 + 9, stop=False)
     held = []
     while driver.requests:
         driver.step()
-        held.append(int(driver.config.num_blocks - driver.state.blocks.num_free))
+        held.append(int((driver.state.blocks.ref_counts > 0).sum()))
     # The first ends at once and keeps its block; the second has computed 4, 5 .. 12 tokens.
     assert held == [2, 3, 3, 3, 3, 4, 4, 4, 4]
-    driver.drain()
-    assert int(driver.state.blocks.num_free) == driver.config.num_blocks
+    driver.drain()  # checks that none is held
 
 
 def test_rows_admitted_in_several_steps_are_one_static_batch():
     """The prompts of a batch need not fit into one step's budget."""
-    driver = Driver(**ARTICLE, batching="static", enable_prefix_caching=False)
+    driver = Driver(**STATIC)
     running = []
     for i, length in enumerate([60, 4, 4]):
         driver.add_request([i] * length, length + 12, stop=False)
@@ -107,20 +108,23 @@ def test_without_a_cache_every_token_is_computed_anew():
 
 
 @pytest.mark.parametrize(
-    ("kv_cache", "batching"),
+    ("kv_cache", "sizes"),
     [
-        ("paged", "static"),
-        ("none", "continuous"),
-        pytest.param("contiguous", "continuous", marks=pytest.mark.slow),
-        pytest.param("contiguous", "static", marks=pytest.mark.slow),
-        pytest.param("none", "static", marks=pytest.mark.slow),
+        ("paged", STATIC | {"pool": 20}),
+        ("none", {}),
+        ("contiguous", {}),
+        pytest.param("paged", {"batching": "static"}, marks=pytest.mark.slow),
+        pytest.param("contiguous", {"batching": "static"}, marks=pytest.mark.slow),
+        pytest.param("none", {"batching": "static"}, marks=pytest.mark.slow),
     ],
 )
-def test_random_traffic(kv_cache, batching):
+def test_random_traffic(kv_cache, sizes):
     """The same tokens as alone, all invariants, under preemption where the mode knows it."""
-    driver = Driver(batching=batching, kv_cache=kv_cache, enable_prefix_caching=kv_cache == "paged")
-    random_traffic(driver, 120, seed=3)
+    driver = Driver(kv_cache=kv_cache, enable_prefix_caching=kv_cache == "paged", **sizes)
+    random_traffic(driver, 120, seed=3, longest=64)
     assert driver.counts["finished"] > 10
+    if "pool" in sizes:
+        assert int(driver.state.counters.num_preemptions) > 0
 
 
 def test_refused():

@@ -316,6 +316,7 @@ class MixedBeamMachine(BeamMachine):
     """Everything at once: victims by their tokens, time slices, some swapped out."""
 
     sizes: ClassVar = {
+        "enable_prefix_caching": True,
         "num_host_blocks": 12,
         "preemption_mode": "swap",
         "preemption_policy": "most_tokens",

@@ -15,6 +15,7 @@ from hypothesis.stateful import initialize, rule
 from pagedjax.core.fork import copies_on_write
 from pagedjax.core.preempt import preempt
 from pagedjax.core.state import NULL, Status
+from tests.core.beam_driver import SEARCHES
 from tests.core.driver import Driver
 from tests.core.machines import DriverMachine, cases
 
@@ -22,8 +23,16 @@ B = 4
 
 
 def make_driver(**sizes):
-    defaults = {"enable_forks": True, "num_blocks": 16, "hash_mask": 0xFF, "max_model_len": 40}
-    return Driver(**{**defaults, **sizes})
+    """A driver of 16 blocks; without the prefix cache, of a scheduler that could search as well."""
+    sizes = {"enable_forks": True, "hash_mask": 0xFF, **sizes}
+    if "num_blocks" not in sizes:
+        sizes = {"pool": 16, **sizes}
+        if not sizes.get("enable_prefix_caching", True):
+            sizes = {**SEARCHES, **sizes}
+    return Driver(**sizes)
+
+
+copies_now = jax.jit(copies_on_write, static_argnums=0)
 
 
 def num_held(driver):
@@ -171,7 +180,7 @@ def test_who_copies(tables, computed, grant, expected, use_cond):
     state = by_hand(driver, tables, computed)
     s = driver.config.num_rows
     grants = jnp.asarray([*grant, *[0] * (s - len(grant))], jnp.int32)
-    got = jax.jit(lambda st, g: copies_on_write(driver.config, st, jnp.arange(s), g))(state, grants)
+    got = copies_now(driver.config, state, jnp.arange(s), grants)
     assert np.asarray(got)[: len(expected)].tolist() == expected
 
 
@@ -182,7 +191,7 @@ def test_cached_block_is_copied_even_by_its_only_holder():
     state = dataclasses.replace(state, prefix=cached)
     s = driver.config.num_rows
     grants = jnp.zeros(s, jnp.int32).at[0].set(1)
-    got = copies_on_write(driver.config, state, jnp.arange(s), grants)
+    got = copies_now(driver.config, state, jnp.arange(s), grants)
     assert int(got[0]) == 7
 
 
@@ -195,14 +204,14 @@ def test_who_stays_under_pressure_can_pay_for_its_copy():
     s = config.num_rows
     order, nobody = jnp.arange(s, dtype=jnp.int32), jnp.zeros(s, jnp.int32)
     grant = nobody.at[:3].set(1)
-    copies = (copies_on_write(config, state, order, grant) != NULL).astype(jnp.int32)
+    copies = (copies_now(config, state, order, grant) != NULL).astype(jnp.int32)
     assert int(copies.sum()) == 2
-    state, order, grant, _, pressed, _ = preempt(
+    state, order, grant, _, pressed, _ = jax.jit(preempt, static_argnums=0)(
         config, state, order, grant, nobody, copies, nobody > 0, jnp.int32(0), jnp.int32(3)
     )
     assert bool(pressed)
     assert int(state.counters.num_preemptions) == 1
-    assert (np.asarray(copies_on_write(config, state, order, grant)) == NULL).all()
+    assert (np.asarray(copies_now(config, state, order, grant)) == NULL).all()
     assert int(grant.sum()) == 0
 
 
@@ -286,7 +295,8 @@ class PolicyForkMachine(ForkMachine):
 
 
 class SwapForkMachine(ForkMachine):
-    """Victims whose blocks others share are swapped out, and come back beside them."""
+    """Victims whose blocks others share are swapped out, and come back beside them. (By default
+    tests/core/test_beam.py does that, in its `MixedBeamMachine`.)"""
 
     sizes: ClassVar = {
         "num_blocks": 12,
@@ -301,4 +311,4 @@ class SwapForkMachine(ForkMachine):
 
 
 MACHINES = ForkMachine, UncachedForkMachine, TightForkMachine, PolicyForkMachine, SwapForkMachine
-globals().update(cases(MACHINES, long_only=(TightForkMachine, PolicyForkMachine)))
+globals().update(cases(MACHINES, long_only=(TightForkMachine, PolicyForkMachine, SwapForkMachine)))

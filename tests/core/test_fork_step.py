@@ -1,7 +1,7 @@
 """The whole step on a tiny model with rows that share blocks: poison, dense results, memory."""
 
 import re
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,31 @@ import numpy as np
 import pytest
 
 from pagedjax.core.state import NULL, Status
-from pagedjax.core.step import init_state, step
-from tests.core.test_step import DENSE, Runner, make_config, params  # noqa: F401 (a fixture)
+from pagedjax.core.step import init_state
+from pagedjax.models.params import init_params
+from tests.core.forms import compile_form
+from tests.core.test_step import DENSE, MODEL, Runner, make_config, params  # noqa: F401 (a fixture)
 
 SIZES = {"enable_forks": True, "max_beam_width": 3, "max_logprobs": 6, "num_blocks": 24}
+# Pools and tables that would be seen to be copied.
+LARGE = SIZES | {"num_blocks": 4096, "num_rows": 50, "max_model_len": 404}
+EVERYTHING = LARGE | {"num_host_blocks": 3072, "preemption_mode": "swap"}
 PROMPT = [5, 9, 17, 33, 2, 60, 41, 7, 23, 11]
 OFF = {"group": np.int32(NULL), "beam_leader": np.int32(NULL), "beam_index": np.int32(0)}
+
+
+@cache
+def compile_everything():
+    """The step with everything on, compiled ahead, and its state's shapes."""
+    return compile_step(4, EVERYTHING)
+
+
+def compile_step(num_tokens, sizes):
+    config = make_config(**sizes)
+    state = jax.eval_shape(lambda: init_state(config, kv_dtype=jnp.float32))
+    weights = partial(init_params, MODEL.config, dtype=jnp.float32, stacked=False)
+    shapes = jax.eval_shape(weights, jax.random.key(0)), state
+    return compile_form("step", *shapes, config=config, num_tokens=num_tokens), state
 
 
 def sampled(runner, seeds, group, **changes):
@@ -62,7 +81,8 @@ def dense_beams(weights, width, max_total):
 
 
 def test_beams_equal_a_dense_search(params):  # noqa: F811
-    runner = Runner(params, **SIZES)
+    runner = Runner(params, num_tokens=4, **EVERYTHING)
+    runner.step_fn, _ = compile_everything()
     for row in range(3):
         runner.add(
             row,
@@ -89,18 +109,36 @@ def test_beams_equal_a_dense_search(params):  # noqa: F811
         assert found[tokens] == pytest.approx(total, abs=1e-3)
 
 
-@pytest.mark.parametrize("num_tokens", [4, pytest.param(16, marks=pytest.mark.slow)])
-def test_pool_and_tables_are_not_copied(params, num_tokens):  # noqa: F811
-    """Neither the pool nor the large tables of the scheduler, though beams move between rows."""
-    config = make_config(**SIZES | {"num_blocks": 4096, "num_rows": 50, "max_model_len": 404})
-    state = jax.eval_shape(lambda: init_state(config, kv_dtype=jnp.float32))
-    one = partial(step, config=config, num_tokens=num_tokens)
-    compiled = jax.jit(one, donate_argnums=1).lower(params, state).compile()
-    memory = compiled.memory_analysis()
-    pool_bytes = state.k_pool.size * 4
-    assert memory.alias_size_in_bytes >= 2 * pool_bytes
-    assert memory.temp_size_in_bytes < pool_bytes // 2
-    rows = state.scheduler.rows
-    for array in (state.k_pool, rows.token_ids, state.scheduler.blocks.block_tables):
-        shape = ",".join(map(str, array.shape))
-        assert not re.findall(rf"\[{shape}\]\S* copy\(", compiled.as_text())
+def assert_not_copied(compiled, state, arrays):
+    """All pools are aliased to the outputs, temporary memory is far below the smallest of them, and
+    no copy instruction has the shape of these arrays."""
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    pools = [x for x in (state.k_pool, state.host_k_pool) if x is not None and x.size]
+    assert memory.alias_size_in_bytes >= sum(2 * x.size * 4 for x in pools)
+    assert memory.temp_size_in_bytes < min(x.size * 4 for x in pools) // 2
+    for array in (*pools, *arrays):
+        assert not copies_of(array, text)
+
+
+def copies_of(array, text):
+    shape = ",".join(map(str, array.shape))
+    return re.findall(rf"\[{shape}\]\S* copy\(", text)
+
+
+def test_pools_and_tables_are_not_copied():
+    """Neither the four pools nor the large tables of the scheduler, though beams move between rows
+    and rows to the host."""
+    compiled, state = compile_everything()
+    assert_not_copied(compiled, state, [state.scheduler.rows.token_ids])
+    # The tables of the host's blocks are copied as they come and go; they have the same shape.
+    tables = state.scheduler.blocks.block_tables
+    assert tables.shape == state.scheduler.swap.host_tables.shape
+    assert len(copies_of(tables, compiled.as_text())) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", [4, 16])
+def test_without_a_host_pool_no_table_is_copied(num_tokens):
+    compiled, state = compile_step(num_tokens, LARGE)
+    tables = state.scheduler.rows.token_ids, state.scheduler.blocks.block_tables
+    assert_not_copied(compiled, state, tables)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pagedjax.core.invariants import assert_invariants, check_invariants
+from pagedjax.core.invariants import assert_invariants
 from pagedjax.core.state import NULL, Status
 from tests.core.driver import Driver
 
@@ -14,7 +14,7 @@ from tests.core.driver import Driver
 @pytest.fixture(scope="module")
 def busy():
     """A driver in mid-traffic, its state, and the plan of the next half step."""
-    driver = Driver(num_blocks=24)
+    driver = Driver(pool=24)
     for i in range(5):
         driver.add_request([1, 2, 3, 4, 5, 0, i], 40, stop=False)
     for _ in range(4):
@@ -63,9 +63,9 @@ def faults(state):
 )
 def test_each_invariant_can_fail(busy, name):
     driver, state, _, _ = busy
-    assert_invariants(driver.jit.check(state))
+    assert_invariants(driver.check(state))
     broken = faults(state)[0][name]
-    violations = driver.jit.check(broken)
+    violations = driver.check(broken)
     assert int(getattr(violations, name)) > 0
     with pytest.raises(AssertionError, match=name):
         assert_invariants(violations)
@@ -73,7 +73,7 @@ def test_each_invariant_can_fail(busy, name):
 
 def test_plan_invariants_can_fail(busy):
     driver, _, between, plan = busy
-    check = jax.jit(lambda s, p: check_invariants(s, config=driver.config, plan=p))
+    check = driver.check
     assert_invariants(check(between, plan))
     twice = dataclasses.replace(
         plan, slot_mapping=plan.slot_mapping.at[1].set(plan.slot_mapping[0])

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import initialize, rule
 
-from tests.core.driver import Driver
+from tests.core.driver import COLLIDING, Driver
 from tests.core.machines import DriverMachine, long, quick
 
 token = st.integers(0, 5)
@@ -16,7 +16,7 @@ class SchedulerMachine(DriverMachine):
     """Invariants and the shadow pool are checked inside `Driver.step`, at every half step."""
 
     driver_class = Driver
-    sizes: ClassVar = {"num_blocks": 16, "hash_mask": 0xFF, "max_model_len": 40}
+    sizes: ClassVar = {"pool": 16}
 
     @initialize()
     def start(self):
@@ -52,9 +52,10 @@ class SchedulerMachine(DriverMachine):
 
 
 class CrowdedMachine(SchedulerMachine):
-    """A pool so small that two requests fill it, and hashes that collide all the time."""
+    """A pool so small that two requests fill it, and hashes that collide all the time; in the form
+    without branches."""
 
-    sizes: ClassVar = {"num_blocks": 10, "hash_mask": 3, "max_model_len": 40, "evict_batch": 2}
+    sizes: ClassVar = {"pool": 10, "use_cond": False, **COLLIDING}
 
 
 QUICK = quick(max_examples=15, stateful_step_count=30)

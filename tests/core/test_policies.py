@@ -11,9 +11,7 @@ from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.policies import longest_prefix
 from pagedjax.core.state import Status
 from tests.core.driver import random_traffic
-from tests.core.policy_driver import PolicyDriver
-
-ONE_AT_A_TIME = {"max_num_seqs": 1, "num_rows": 8}
+from tests.core.policy_driver import LONGEST_PREFIX, OWN_POLICY, URGENCY, PolicyDriver
 
 
 def order_of_start(driver, rows):
@@ -34,24 +32,20 @@ def test_names_are_the_same_in_the_settings_and_in_the_core():
 
 
 def test_priority_starts_the_most_urgent_first_and_equal_ones_in_order():
-    driver = PolicyDriver(scheduling_policy="priority", **ONE_AT_A_TIME)
+    driver = PolicyDriver(**URGENCY, pool=1)  # room for one of them
     priorities = [5, 0, -3, 0, 7]
     rows = [driver.add_request([i, 1], 5, stop=False, priority=p) for i, p in enumerate(priorities)]
     assert order_of_start(driver, rows) == [rows[i] for i in (2, 1, 3, 0, 4)]
 
 
-def shortest_first(state, config):
-    return state.rows.max_total_tokens
-
-
 def test_a_policy_of_ones_own():
-    driver = PolicyDriver(scheduling_policy=shortest_first, **ONE_AT_A_TIME)
-    rows = [driver.add_request([i, 1], n, stop=False) for i, n in enumerate((9, 5, 7))]
+    driver = PolicyDriver(**OWN_POLICY, pool=1)
+    rows = [driver.add_request([i, 1], n, stop=False) for i, n in enumerate((5, 3, 4))]
     assert order_of_start(driver, rows) == [rows[i] for i in (1, 2, 0)]
 
 
 def test_a_policy_must_give_keys_of_the_table():
-    driver = PolicyDriver(scheduling_policy=lambda state, config: jnp.zeros(3), **ONE_AT_A_TIME)
+    driver = PolicyDriver(scheduling_policy=lambda state, config: jnp.zeros(3))
     with pytest.raises(ValueError, match=r"\[num_rows\] = \[8\] int32"):
         driver.step()
     with pytest.raises(ValueError, match="scheduling_policy must be one of fcfs, priority"):
@@ -66,17 +60,20 @@ def test_a_policy_must_give_keys_of_the_table():
 
 
 def test_longest_prefix_starts_what_is_cached_first():
-    driver = PolicyDriver(scheduling_policy="longest_prefix", **ONE_AT_A_TIME)
+    driver = PolicyDriver(**LONGEST_PREFIX)
     base = [1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 5]  # three blocks
     driver.add_request(base, 14, stop=False)
     driver.drain()
+    for i in range(3):  # have three of the four places from now on
+        driver.add_request([5, i], 40, stop=False)
+    driver.step()
     prompts = [[9, 9, 9, 9, 1], [*base[:4], 9], [*base, 9], [*base[:8], 9]]
     rows = [driver.add_request(p, len(p) + 2, stop=False) for p in prompts]
     assert order_of_start(driver, rows) == [rows[i] for i in (2, 3, 1, 0)]
 
 
 def test_longest_prefix_counts_by_search_what_a_walk_counts():
-    driver = PolicyDriver(num_blocks=60, max_num_seqs=2, scheduling_policy="longest_prefix")
+    driver = PolicyDriver(**LONGEST_PREFIX)
     rng = np.random.default_rng(3)
     base = rng.integers(0, 6, 40)
     driver.add_request(base, 42, stop=False)
@@ -91,9 +88,7 @@ def test_longest_prefix_counts_by_search_what_a_walk_counts():
 def test_round_robin_takes_turns():
     """Two places, five requests of 24 tokens, slices of 4: the oldest keeps its place, the others
     share the other one in turns. Then the next oldest keeps its place, and so on."""
-    driver = PolicyDriver(
-        scheduling_policy="round_robin", time_slice_tokens=4, max_num_seqs=2, num_blocks=40
-    )
+    driver = PolicyDriver(scheduling_policy="round_robin", time_slice_tokens=4, max_num_seqs=2)
     rows = [driver.add_request([i, i], 26, stop=False) for i in range(5)]
     turns, tokens = [], dict.fromkeys(rows, 2)
     while rows[0] in driver.requests:
@@ -115,32 +110,43 @@ def test_round_robin_takes_turns():
     assert int(counters.num_recomputed_tokens) <= 3 * int(counters.num_yields)
 
 
-def starts_within(driver, steps, **hurry):
-    """Whether a lazy request starts within so many steps of a stream of urgent ones."""
-    driver.add_request([1, 2, 3], 6, stop=False, priority=0)
+def starts_within(driver, steps):
+    """Whether a lazy request starts within so many steps of a stream of others, which are urgent
+    and short."""
+    driver.add_request([1, 2, 3], 4, stop=False, priority=0)
     driver.step()
-    lazy = driver.add_request([3, 2, 1], 6, stop=False, priority=9)
+    lazy = driver.add_request([3, 2, 1], 5, stop=False, priority=9)
     for i in range(steps):
         while len(driver.requests) < 4:
-            driver.add_request([i % 6, 5], 4, stop=False, **hurry)
+            driver.add_request([i % 6, 5], 4, stop=False)
         driver.step()
         if int(np.asarray(driver.output.status)[lazy]) != Status.WAITING:
             return True
     return False
 
 
-@pytest.mark.parametrize("bound", [0, 5])
-def test_a_row_that_always_loses_goes_first_in_the_end(bound):
-    driver = PolicyDriver(scheduling_policy="priority", max_passed_over=bound, **ONE_AT_A_TIME)
-    assert starts_within(driver, 60) == (bound > 0)
+@pytest.mark.parametrize("policy", [OWN_POLICY, URGENCY], ids=["no bound", "a bound of 5"])
+def test_a_row_that_always_loses_goes_first_in_the_end(policy):
+    driver = PolicyDriver(**policy, pool=1)
+    assert starts_within(driver, 60) == (policy["max_passed_over"] > 0)
 
 
-@pytest.mark.parametrize("preemption", core_config.PREEMPTION_POLICIES)
-def test_victims_are_the_policys(preemption):
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {},
+        OWN_POLICY,
+        URGENCY,
+        *(
+            pytest.param({"preemption_policy": name}, marks=pytest.mark.slow)
+            for name in ("most_tokens", "lowest_priority")
+        ),
+    ],
+    ids=lambda policy: policy.get("preemption_policy", "newest"),
+)
+def test_victims_are_the_policys(policy):
     """The choice is checked in every step by `PolicyDriver`."""
-    driver = PolicyDriver(
-        preemption_policy=preemption, num_blocks=18, num_tokens=16, max_model_len=48
-    )
+    driver = PolicyDriver(**policy, pool=18)
     rng = np.random.default_rng(0)
     for _ in range(40):
         for row in driver.empty_rows():

@@ -31,7 +31,7 @@ def test_blocks_back_against_brute_force():
 def test_running_rows_that_share_most_blocks():
     """Six rows share a long prefix. A victim gives back only what nobody else holds, so counting
     its shared blocks as freed would hand out blocks that do not exist."""
-    driver = Driver(num_blocks=16, num_tokens=24, max_model_len=48)
+    driver = Driver(pool=16)
     prefix = [1, 2, 3, 4] * 6
     driver.add_request(prefix, len(prefix) + 2, stop=False)
     driver.drain()
@@ -43,7 +43,7 @@ def test_running_rows_that_share_most_blocks():
 
 
 def test_oldest_row_is_never_preempted():
-    driver = Driver(num_blocks=14, max_model_len=48)
+    driver = Driver(pool=14)
     first = driver.add_request([1] * 6, 48, stop=False)
     for i in range(5):
         driver.add_request([2, i, 3, 4], 44, stop=False)
@@ -63,7 +63,7 @@ def test_oldest_row_is_never_preempted():
 
 def test_preempted_rows_keep_their_turn():
     """A preempted row comes back before requests that arrived after it."""
-    driver = Driver(num_blocks=12, max_model_len=48, max_num_seqs=4)
+    driver = Driver(pool=12)
     rows = [driver.add_request([i, 1, 2, 3, 4, 5], 40, stop=False) for i in range(6)]
     started, order = set(), []
     while driver.requests:
@@ -82,8 +82,8 @@ def test_preempted_rows_keep_their_turn():
 
 def test_budget_larger_than_pool_still_all_or_nothing():
     """A prompt that needs the whole pool gets it, alone, and the next one waits."""
-    driver = Driver(num_blocks=8, max_model_len=32, max_num_batched_tokens=32, num_tokens=32)
-    driver.add_request(list(range(6)) * 5, 32, stop=False)
+    driver = Driver(pool=5)  # room for 20 tokens, of 24 that a step may compute
+    driver.add_request(list(range(6)) * 3, 20, stop=False)
     driver.add_request([1, 2, 3], 20, stop=False)
     driver.step()
     assert np.asarray(driver.output.status)[:2].tolist() == [Status.RUNNING, Status.WAITING]

@@ -70,6 +70,8 @@ def make_config(num_steps=90, num_tokens=16, max_entries=3, **sizes):
 
 
 CONFIG = make_config()
+# What `simulated` can choose from; its traces run under the first of each, as CONFIG's do.
+SCHEDULING, PREEMPTION = ("fcfs", "priority", "longest_prefix"), (newest, "most_tokens")
 
 
 def random_trace(seed, *, rate=0.5, count=NUM_REQUESTS, size=NUM_REQUESTS, longest=47):
@@ -102,7 +104,9 @@ def watched():
 
 @lru_cache(maxsize=1)
 def vmapped():
-    config = without_cond(CONFIG)
+    config = dataclasses.replace(
+        without_cond(CONFIG), scheduling_policies=SCHEDULING, preemption_policies=PREEMPTION
+    )
     return jax.jit(jax.vmap(partial(simulate, config=config)), **QUICK)
 
 
@@ -314,49 +318,46 @@ def test_figures_worked_out_by_hand():
     assert float(metrics.pool_utilisation) == pytest.approx((4 + 5 + 6 + 8) / 4 / 11)
 
 
+def pairs_of_policies(limits):
+    """The same limits under each of the six pairs of policies."""
+    return [
+        dataclasses.replace(limits, scheduling_policy=i, preemption_policy=j)
+        for i in range(len(SCHEDULING))
+        for j in range(len(PREEMPTION))
+    ]
+
+
 def test_the_urgent_start_first_where_the_policy_goes_by_it():
-    """Three that arrive together, one at a time, each one token of prompt and two of output."""
-    trace = make_trace([0] * 3, [1] * 3, [2] * 3, priority=[5, -7, 0], size=3)
-    for policy, starts in (("fcfs", [0, 2, 4]), ("priority", [4, 0, 2])):
-        scheduler = dataclasses.replace(
-            CONFIG.scheduler, max_num_seqs=1, scheduling_policy=policy, use_cond=False
-        )
-        config = dataclasses.replace(CONFIG, scheduler=scheduler, num_steps=8)
-        result = jax.jit(partial(simulate, config=config))(trace, make_limits(scheduler))
-        assert result.requests.admission_step.tolist() == starts, policy
+    """Three that arrive together, each one token of prompt and two of output, in one block."""
+    trace = make_trace([0] * 3, [1] * 3, [2] * 3, priority=[5, -7, 0], size=NUM_REQUESTS)
+    limits = pairs_of_policies(make_limits(CONFIG.scheduler, num_blocks=1))
+    starts = [r.requests.admission_step[:3].tolist() for r in simulated([trace] * 6, limits)]
+    assert starts[:2] == [[0, 2, 4]] * 2, "fcfs"
+    assert starts[2:4] == [[4, 0, 2]] * 2, "priority"
 
 
-def test_vmap_over_policies_equals_each_alone():
-    """Six pairs of policies at once, beside three of them as the scheduler's own."""
-    scheduling, preemption = ("fcfs", "priority", "longest_prefix"), (newest, "most_tokens")
-    config = make_config(num_steps=80, num_blocks=14, use_cond=False)
-    several = dataclasses.replace(
-        config, scheduling_policies=scheduling, preemption_policies=preemption
-    )
+# First come first served, newest first: test_vmap_over_traces_and_limits_equals_each_alone.
+@pytest.mark.parametrize("which", [pytest.param(i, marks=pytest.mark.slow) for i in range(5)] + [5])
+def test_vmap_over_policies_equals_each_alone(which):
+    """Six pairs of policies at once, beside one of them as the scheduler's own."""
     trace = random_trace(4, rate=2.0)
     urgency = jnp.arange(NUM_REQUESTS, dtype=jnp.int32) * 5 % 7
     trace = dataclasses.replace(trace, priority=urgency)
-
-    def one(which):
-        limits = dataclasses.replace(
-            make_limits(config.scheduler),
-            scheduling_policy=which // len(preemption),
-            preemption_policy=which % len(preemption),
-        )
-        return simulate(trace, limits, config=several)
-
-    all_results = jax.jit(jax.vmap(one))(jnp.arange(6))
-    for which in (0, 3, 4):
-        scheduler = dataclasses.replace(
-            config.scheduler,
-            scheduling_policy=scheduling[which // 2],
-            preemption_policy=preemption[which % 2],
-        )
-        alone = jax.jit(partial(simulate, config=dataclasses.replace(config, scheduler=scheduler)))
-        result = alone(trace, make_limits(scheduler))
-        jax.tree.map(np.testing.assert_array_equal, at(all_results, which), result)
-    finished = np.asarray(all_results.requests.finish_step)
-    assert len({tuple(x) for x in finished.tolist()}) == 6, "no two policies do the same"
+    limits = make_limits(CONFIG.scheduler, num_blocks=14)
+    results = simulated([trace] * 6, pairs_of_policies(limits))
+    scheduler = dataclasses.replace(
+        CONFIG.scheduler,
+        scheduling_policy=SCHEDULING[which // len(PREEMPTION)],
+        preemption_policy=PREEMPTION[which % len(PREEMPTION)],
+    )
+    config = dataclasses.replace(CONFIG, scheduler=scheduler)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        results[which],
+        jax.jit(partial(simulate, config=config), **QUICK)(trace, limits),
+    )
+    finished = [result.requests.finish_step for result in results]
+    assert len({tuple(x.tolist()) for x in finished}) == 6, "no two policies do the same"
 
 
 def test_arrivals_beyond_the_rows_wait_outside():

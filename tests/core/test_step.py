@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from pagedjax.core.execute import StepConfig
 from pagedjax.core.invariants import assert_invariants, check_invariants
 from pagedjax.core.requests import add_request
 from pagedjax.core.state import EngineState, Status
-from pagedjax.core.step import init_state, run, step
+from pagedjax.core.step import init_state, step
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.forward import forward_dense
 from pagedjax.models.llama import LlamaModel
@@ -36,6 +36,22 @@ MODEL = LlamaModel(
     )
 )
 
+
+# A pool that would be seen to be copied. Compiled ahead, for all that looks at it or runs it.
+LARGE = {"num_blocks": 4096}
+
+
+@cache
+def compile_large(form, num_tokens):
+    config = make_config(**LARGE)
+    weights = partial(init_params, MODEL.config, dtype=jnp.float32, stacked=False)
+    state = jax.eval_shape(lambda: init_state(config, kv_dtype=jnp.float32))
+    shapes = jax.eval_shape(weights, jax.random.key(0)), state
+    return compile_form(form, *shapes, config=config, num_tokens=num_tokens), state
+
+
+# Chunks of prompts, blocks of one token, and not enough of them.
+CHUNKS = {"num_tokens": 4, "block_size": 1, "num_blocks": 48}
 
 DENSE = jax.jit(partial(forward_dense, config=MODEL.config))
 
@@ -113,10 +129,9 @@ class Runner:
         """NaN in every block that no row holds, and that is not cached."""
         blocks, slot = self.state.scheduler.blocks, self.state.scheduler.prefix.slot
         free = (np.asarray(blocks.ref_counts) == 0) & (np.asarray(slot) >= 2**31 - 1)
-        where = np.flatnonzero(free)
 
         def poison(pool):
-            return pool.at[:, where].set(jnp.nan)
+            return jnp.where(free.reshape(1, -1, *[1] * (pool.ndim - 2)), jnp.nan, pool)
 
         self.state = dataclasses.replace(
             self.state, k_pool=poison(self.state.k_pool), v_pool=poison(self.state.v_pool)
@@ -171,9 +186,11 @@ def test_paged_engine_equals_dense_model(params):
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"num_tokens": 4, "num_blocks": 12},
-        {"num_tokens": 4, "enable_prefix_caching": False},
-        {"num_tokens": 4, "block_size": 1, "num_blocks": 96},
+        CHUNKS,
+        # By default these are seen under random traffic; without the cache in
+        # tests/shell/test_exact.py, too.
+        pytest.param({"num_tokens": 4, "num_blocks": 12}, marks=pytest.mark.slow),
+        pytest.param({"num_tokens": 4, "enable_prefix_caching": False}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -184,7 +201,7 @@ def test_chunks_pressure_and_block_size_change_nothing(params, sizes):
     got = runner.finish()
     want = {r: dense_greedy(params, p, len(p) + 10) for r, p in enumerate(some)}
     assert_same_tokens(got, want)
-    if "num_blocks" in sizes and sizes["num_blocks"] == 12:
+    if "num_blocks" in sizes:
         assert int(runner.state.scheduler.counters.num_preemptions) > 0
 
 
@@ -227,7 +244,7 @@ def test_seeded_sampling_is_independent_of_everything(params):
     alone = Runner(params)
     alone.add(0, prompt, len(prompt) + 12, **sampled)
     want = alone.finish()[0]
-    crowd = Runner(params, num_tokens=4, num_blocks=12)
+    crowd = Runner(params, **CHUNKS)
     for row, other in enumerate(prompts(4, count=4)):
         crowd.add(row, other, min(48, len(other) + 15), temperature=np.float32(1.3))
     crowd.add(5, prompt, len(prompt) + 12, **sampled)
@@ -237,13 +254,11 @@ def test_seeded_sampling_is_independent_of_everything(params):
 
 
 def test_run_equals_steps_and_stops_when_the_host_is_needed(params):
-    one, many = Runner(params), Runner(params)
+    one, many = Runner(params), Runner(params, **LARGE)
     for runner in (one, many):
         runner.add(0, [1, 2, 3], 9)
         runner.add(1, [4, 5], 20)
-    run_fn = jax.jit(
-        partial(run, config=many.config, num_tokens=16, num_steps=30), donate_argnums=1
-    )
+    run_fn, _ = compile_large("run", 16)
     state, output = run_fn(params, many.state)
     count = int(output.num_steps)
     assert count == 6, "row 0 needs six tokens; then the host is told"
@@ -253,9 +268,16 @@ def test_run_equals_steps_and_stops_when_the_host_is_needed(params):
     assert np.asarray(output.steps.status)[count - 1, 0] == Status.FINISHED
     assert (tokens[count:] == 0).all()
     assert_invariants(many.check_fn(state.scheduler))
-    jax.tree.map(np.testing.assert_array_equal, state.scheduler, one.state.scheduler)
+    ours, theirs = state.scheduler, one.state.scheduler  # of pools of different sizes
+    for name in ("rows", "counters", "step"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(ours, name), getattr(theirs, name))
+    for name in ("block_tables", "num_blocks_held"):
+        np.testing.assert_array_equal(getattr(ours.blocks, name), getattr(theirs.blocks, name))
 
 
+# By default `run` shows a loop over the whole step, and tests/core/test_simulate.py a scan over the
+# scheduler that equals the engine's steps.
+@pytest.mark.slow
 def test_scan_over_the_whole_step(params):
     runner, loop = Runner(params), Runner(params)
     for r in (runner, loop):
@@ -268,27 +290,29 @@ def test_scan_over_the_whole_step(params):
             lambda s, _: step(params, s, config=config, num_tokens=16), state, None, length=100
         )
 
-    _, outputs = hundred(params, runner.state)
-    tokens = np.asarray(outputs.token_ids)
-    for i in range(40):
-        assert np.asarray(loop.step().token_ids).tolist() == tokens[i].tolist()
+    state, outputs = jax.device_get(hundred(params, runner.state))
+    for i in range(100):
+        one = jax.tree.map(lambda x, i=i: x[i], outputs)
+        jax.tree.map(np.testing.assert_array_equal, one, loop.step())
+    jax.tree.map(np.testing.assert_array_equal, state, loop.state)
+    assert (state.scheduler.rows.status == Status.EMPTY).all()
 
 
 @pytest.mark.parametrize(
     ("form", "num_tokens"),
     [
         pytest.param("step", 1, marks=pytest.mark.slow),
-        ("step", 16),
-        ("run", 2),
+        ("run", 16),
+        # By default with everything on, in tests/core/test_fork_step.py.
+        pytest.param("step", 16, marks=pytest.mark.slow),
+        pytest.param("run", 2, marks=pytest.mark.slow),
         pytest.param("scan", 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_donated_pool_is_never_copied(params, form, num_tokens):
+def test_a_donated_pool_is_never_copied(form, num_tokens):
     """From the compiled program: the pools are aliased to the outputs, temporary memory is far
     below one pool, and no copy instruction has the pool's shape."""
-    config = make_config(num_blocks=4096)
-    state = jax.eval_shape(lambda: init_state(config, kv_dtype=jnp.float32))
-    compiled = compile_form(form, params, state, config=config, num_tokens=num_tokens)
+    compiled, state = compile_large(form, num_tokens)
     pool_bytes = state.k_pool.size * 4
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * pool_bytes

@@ -4,6 +4,7 @@ not fit. The shadow pool of the driver checks every token of every context."""
 import dataclasses
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,10 +17,20 @@ from tests.core.driver import random_traffic
 from tests.core.policy_driver import PolicyDriver
 from tests.core.test_machine import QUICK, SchedulerMachine
 
+SIZES = {
+    "num_host_blocks": 40,
+    "preemption_mode": "swap",
+    "hash_mask": 0xFF,
+    "max_preemptions": 3,
+}
+
+
+plan = jax.jit(plan_swap_out, static_argnums=0)
+
 
 def make(**sizes):
-    defaults = {"num_host_blocks": 24, "preemption_mode": "swap", "max_model_len": 48}
-    return PolicyDriver(**{"num_blocks": 16, **defaults, **sizes})
+    sizes = {"pool": 16, **SIZES, **sizes}
+    return PolicyDriver(**{"host_pool": min(24, sizes["num_host_blocks"]), **sizes})
 
 
 def pressure(driver, steps=60, seed=0, longest=12):
@@ -73,28 +84,36 @@ def test_shared_blocks_stay_with_their_reference():
     host = np.asarray(driver.state.swap.host_tables)[row]
     held = int(driver.state.blocks.num_blocks_held[row])
     assert held > 6
-    assert (table != NULL).tolist() == [True] * 6 + [False] * 6
-    assert (host != NULL).tolist() == [False] * 6 + [True] * (held - 6) + [False] * (12 - held)
+    assert (table != NULL).tolist() == [True] * 6 + [False] * 10
+    assert (host != NULL).tolist() == [False] * 6 + [True] * (held - 6) + [False] * (16 - held)
     references = np.asarray(driver.state.blocks.ref_counts)[table[:6]]
     assert (references >= 2).all(), "the victim and those that run"
     driver.drain()
 
 
 def test_a_block_that_only_victims_share_moves_with_each_of_them():
-    driver = make(num_blocks=8, num_host_blocks=8, max_preemptions=2, num_rows=4, max_num_seqs=4)
+    driver = make(
+        num_blocks=8,
+        num_host_blocks=8,
+        pool=8,
+        max_model_len=48,
+        max_preemptions=2,
+        num_rows=4,
+        max_num_seqs=4,
+    )
     state = driver.state
     tables = jnp.array([[0, 1], [0, 2]], jnp.int32)
     tables = jnp.pad(tables, ((0, 0), (0, 10)), constant_values=NULL)
     state.blocks.__dict__["ref_counts"] = jnp.array([2, 1, 2, 0, 0, 0, 0, 0], jnp.int32)
     state.rows.__dict__["num_computed_tokens"] = jnp.full(4, 8, jnp.int32)
     row, goes = jnp.array([1, 2], jnp.int32), jnp.array([True, True])
-    out, ids = plan_swap_out(driver.config, state, row, goes, tables)
+    out, ids = plan(driver.config, state, row, goes, tables)
     assert np.asarray(out.src)[:3].tolist() == [0, 1, 0]
     assert int(out.count) == 3
     assert np.asarray(out.tables)[:, :2].tolist() == [[NULL, NULL], [NULL, 2]]
     assert np.asarray(ids)[:, :2].tolist() == [[0, 1], [0, NULL]]
     # The second one alone: the first still holds block 0.
-    out, ids = plan_swap_out(driver.config, state, row, jnp.array([False, True]), tables)
+    out, ids = plan(driver.config, state, row, jnp.array([False, True]), tables)
     assert int(out.count) == 0
     assert np.asarray(out.row_ids).tolist() == [NULL, 2]
     assert (np.asarray(ids) == NULL).all()
@@ -122,9 +141,7 @@ def test_an_aborted_row_gives_both_pools_back():
 def test_rows_that_hold_on_to_shared_blocks_cannot_stop_the_others():
     """Two rows, swapped out, still hold the long prefix that they share. The oldest needs the whole
     pool: they give up what they hold and are computed again."""
-    driver = make(
-        num_blocks=12, num_host_blocks=40, max_model_len=48, num_tokens=24, max_num_seqs=3
-    )
+    driver = make(pool=12, host_pool=40)
     first = driver.add_request([3], 48, stop=False)
     prefix = [1, 2, 3, 4] * 5
     for i in range(2):
@@ -145,7 +162,8 @@ def test_auto_goes_by_cost():
         swap_cost_per_block=4.0,
         recompute_cost_per_token=1.0,
         recompute_cost_per_context=1 / 16,
-        num_host_blocks=40,
+        num_blocks=16,
+        max_model_len=48,
     )
     state = driver.state
     tables = jnp.full((driver.config.num_rows, 12), NULL, jnp.int32)
@@ -156,7 +174,7 @@ def test_auto_goes_by_cost():
     recompute_cost = [8 + (8 * 4) / 16, 32 + (32 * 16) / 16]
     assert recompute_cost[0] < 2 * 2 * 4
     assert recompute_cost[1] == 2 * 8 * 4
-    out, _ = plan_swap_out(driver.config, state, row, row != NULL, tables)
+    out, _ = plan(driver.config, state, row, row != NULL, tables)
     assert np.asarray(out.row_ids).tolist() == [NULL] * 8, "equal cost: nothing is moved"
     state.rows.__dict__["num_computed_tokens"] = jnp.array([8, 33] + [0] * 6, jnp.int32)
     tables = tables.at[1, 8].set(10)
@@ -165,15 +183,16 @@ def test_auto_goes_by_cost():
         swap_cost_per_block=3.5,
         recompute_cost_per_token=1.0,
         recompute_cost_per_context=1 / 16,
-        num_host_blocks=40,
+        num_blocks=16,
+        max_model_len=48,
     )
-    out, _ = plan_swap_out(cheaper.config, state, row, row != NULL, tables)
+    out, _ = plan(cheaper.config, state, row, row != NULL, tables)
     assert np.asarray(out.row_ids).tolist() == [NULL, 1] + [NULL] * 6
 
 
 def test_every_fault_of_the_host_pool_is_reported():
     driver = make()
-    state, check = driver.state, driver.jit.check
+    state, check = driver.state, driver.check
     swap = state.swap
 
     def reported(**changes):
@@ -218,14 +237,7 @@ class SwapMachine(SchedulerMachine):
     """Requests, aborts and steps in any order, with a host pool that is sometimes too small."""
 
     driver_class = PolicyDriver
-    sizes: ClassVar = {
-        "num_blocks": 14,
-        "num_host_blocks": 8,
-        "preemption_mode": "swap",
-        "hash_mask": 0xFF,
-        "max_model_len": 40,
-        "max_preemptions": 3,
-    }
+    sizes: ClassVar = {"pool": 14, "host_pool": 8, **SIZES}
 
 
 TestSwapMachine = SwapMachine.TestCase
@@ -261,6 +273,7 @@ def test_all_policies_and_modes(scheduling, preemption, mode):
         time_slice_tokens=5,
         max_passed_over=8,
         num_blocks=18,
+        pool=18,
         num_tokens=16,
         use_cond=scheduling != "priority",
     )

@@ -22,7 +22,8 @@ SIZES = {"num_blocks": 16, "num_host_blocks": 24, "preemption_mode": "swap", "ma
 @pytest.mark.parametrize(
     ("form", "num_tokens"),
     [
-        ("step", 16),
+        # By default with everything else on, in tests/core/test_fork_step.py.
+        pytest.param("step", 16, marks=pytest.mark.slow),
         pytest.param("run", 2, marks=pytest.mark.slow),
         pytest.param("scan", 2, marks=pytest.mark.slow),
     ],

@@ -6,11 +6,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pagedjax.core.commit import commit
 from pagedjax.core.schedule import retire, schedule
 from pagedjax.core.state import Status
-from tests.core.driver import Driver, null_samples
+from tests.core.driver import COLLIDING, Driver, null_samples
 
 
 def copies(tree):
@@ -42,18 +43,18 @@ def assert_same(a, b):
 
 
 def test_vmap_of_schedule_equals_each_alone():
-    driver = Driver(num_blocks=20)
-    states = [traffic_state(Driver(num_blocks=20), seed) for seed in range(3)]
+    driver = Driver()
+    states = [traffic_state(Driver(pool=20), seed) for seed in range(3)]
     batch = jax.tree.map(lambda *x: jnp.stack(x), *states)
     f = partial(schedule, config=driver.config, num_tokens=24)
     together = jax.jit(jax.vmap(f))(batch)
-    alone = jax.jit(f)
     for i, state in enumerate(states):
-        assert_same(jax.tree.map(lambda x, i=i: x[i], together), alone(state))
+        assert_same(jax.tree.map(lambda x, i=i: x[i], together), driver.jit.schedule(state))
 
 
+@pytest.mark.slow  # by default tests/core/test_simulate.py scans them, and compares with an engine
 def test_scan_over_100_steps_equals_a_loop():
-    driver = Driver(num_blocks=20)
+    driver = Driver(pool=20)
     config = driver.config
     start = traffic_state(driver, 0, steps=0)
     end, outputs = jax.jit(
@@ -83,7 +84,7 @@ def test_state_in_and_out_have_the_same_shapes_and_types():
 
 def test_no_cond_equals_cond():
     """One source, two forms: skipped branches on CPU, a straight line on GPU."""
-    one, two = Driver(num_blocks=18), Driver(num_blocks=18, use_cond=False)
+    one, two = Driver(pool=18, **COLLIDING), Driver(pool=18, use_cond=False, **COLLIDING)
     rng = np.random.default_rng(5)
     for _ in range(40):
         for row in one.empty_rows():
@@ -99,17 +100,14 @@ def test_no_cond_equals_cond():
 
 def test_jit_equals_no_jit():
     """The functions are the same without a compiler: op by op, concrete values."""
-    driver = Driver(
-        num_rows=2, max_num_seqs=2, num_blocks=6, max_model_len=8, max_admissions=2, num_tokens=4
-    )
+    driver = Driver(pool=6)
     for i in range(2):
         driver.add_request([i, 1, 2, 3, 4], 8, stop=False)
-    config = driver.config
-    jitted = jax.jit(partial(one_step, config=config, num_tokens=4))
     a, b = copies(driver.state), copies(driver.state)
     for _ in range(3):
-        a, out_a = jitted(a)
-        b, out_b = one_step(b, config, 4)
+        a, plan = driver.jit.schedule(a)
+        a, out_a = driver.jit.commit(a, plan, hashed_samples(driver.config, plan, 24))
+        b, out_b = one_step(b, driver.config, 24)
         assert_same(out_a, out_b)
     assert_same(a, b)
 

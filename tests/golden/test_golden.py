@@ -16,6 +16,7 @@ from pagedjax.sampling_params import SamplingParams
 pytestmark = pytest.mark.real_model
 LOGPROB_TOLERANCE = 1e-4  # the bar is 1e-3; what float32 really gives is far below
 TOP_TOLERANCE = 1e-3
+BUDGET = 32
 
 
 def make_llm(gguf, **settings):
@@ -76,41 +77,52 @@ def output_text(line):
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf):
-    return make_llm(smollm2_gguf)
+    """One engine for all of the default lane: its pool has room for the longest line, or for all
+    the `short` ones."""
+    return make_llm(
+        smollm2_gguf, num_blocks=72, max_num_batched_tokens=BUDGET, token_buckets=(BUDGET,)
+    )
 
 
 @pytest.fixture(scope="module")
-def cold(llm, golden):
-    """20 prompts in one batch, prefill in chunks of what the budget leaves."""
-    return serve(llm, golden)
+def short(golden):
+    return sorted(golden, key=lambda line: len(line["prompt_ids"]))[:15]
 
 
-def test_all_at_once(cold, golden):
-    check(cold, golden)
+@pytest.fixture(scope="module")
+def cold(llm, short):
+    """15 prompts in one batch, prefill in chunks of what the budget leaves."""
+    outputs = serve(llm, short)
+    assert llm.engine.stats().preemptions == 0
+    return outputs
 
 
-def test_from_the_prefix_cache(llm, cold, golden):
-    outputs = serve(llm, golden)
-    check(outputs, golden)
+def test_at_once(cold, short):
+    check(cold, short)
+
+
+def test_from_the_prefix_cache(llm, cold, short):
+    outputs = serve(llm, short)
+    check(outputs, short)
     assert sum(o.num_cached_tokens for o in outputs) > 100
 
 
-def test_one_at_a_time(llm, golden):
-    check(serve(llm, golden[:2], one_at_a_time=True), golden[:2])
+def test_a_line_alone(llm, golden):
+    check(serve(llm, golden[:1], one_at_a_time=True), golden[:1])
 
 
-def test_pool_so_small_that_rows_are_preempted(smollm2_gguf, golden):
-    lines = sorted(golden, key=lambda line: len(line["prompt_ids"]))[:10]
-    need = max(len(line["prompt_ids"]) + 48 for line in lines)
-    llm = make_llm(
-        smollm2_gguf,
-        num_blocks=need // 16 + 4,
-        max_num_batched_tokens=16,
-        token_buckets=(16,),
-        max_num_seqs=10,
-    )
-    check(serve(llm, lines), lines)
-    assert llm.engine.stats().preemptions > 0
+def test_all_lines_in_a_pool_so_small_that_rows_are_preempted(llm, golden):
+    before = llm.engine.stats().preemptions
+    check(serve(llm, golden), golden)
+    assert llm.engine.stats().preemptions > before
+
+
+@pytest.mark.slow
+def test_all_lines_in_a_pool_that_has_room(smollm2_gguf, golden):
+    llm = make_llm(smollm2_gguf)
+    for _ in range(2):
+        check(serve(llm, golden), golden)
+    assert llm.engine.stats().preemptions == 0
 
 
 @pytest.mark.slow
@@ -139,9 +151,9 @@ def test_every_line_alone(llm, golden):
     check(serve(llm, golden, one_at_a_time=True), golden)
 
 
-def test_a_wrong_reference_is_noticed(cold, golden):
+def test_a_wrong_reference_is_noticed(cold, short):
     """The checker can fail: one token of the reference changed, one logprob shifted."""
-    line, outputs = golden[0], cold[:1]
+    line, outputs = short[0], cold[:1]
     ids = list(line["output_ids"])
     ids[1] += 1
     with pytest.raises(AssertionError):

@@ -107,6 +107,11 @@ def paged_loss(params):
     return loss
 
 
+@pytest.fixture(scope="module")
+def loss_and_gradient(params, prefix):
+    return jax.jit(jax.value_and_grad(paged_loss(params)))(prefix)
+
+
 def test_the_sequences_share_the_blocks_of_the_prefix_and_no_others():
     layout, batch, _, _ = soft.training_batch(EXAMPLES, SETTINGS)
     tables = np.asarray(batch.block_tables)
@@ -118,8 +123,10 @@ def test_the_sequences_share_the_blocks_of_the_prefix_and_no_others():
     assert slots.min() >= SETTINGS.prefix_tokens
 
 
-def test_loss_and_gradient_equal_finite_differences_of_a_dense_float64_model(params, prefix):
-    loss, gradient = jax.jit(jax.value_and_grad(paged_loss(params)))(prefix)
+def test_loss_and_gradient_equal_finite_differences_of_a_dense_float64_model(
+    params, prefix, loss_and_gradient
+):
+    loss, gradient = loss_and_gradient
     k, v = (np.asarray(x, np.float64) for x in (prefix.k, prefix.v))
     assert float(loss) == pytest.approx(dense_loss(k, v, params), rel=1e-5)
     step = 1e-5
@@ -181,11 +188,11 @@ def test_a_platform_without_the_kernels_is_named(monkeypatch, capsys, tmp_path):
     assert "implementation 'pallas' needs" in capsys.readouterr().err
 
 
-def test_tuning_teaches_the_targets_and_touches_only_the_prefix(params, prefix):
+def test_tuning_teaches_the_targets_and_touches_only_the_prefix(params, prefix, loss_and_gradient):
     before = jax.tree.map(np.array, params)
     tuned, losses = soft.tune(params, CONFIG, prefix, EXAMPLES, SETTINGS)
     assert len(losses) == SETTINGS.steps + 1
-    assert losses[0] == pytest.approx(float(paged_loss(params)(prefix)), rel=1e-5)
+    assert losses[0] == pytest.approx(float(loss_and_gradient[0]), rel=1e-5)
     assert losses[-1] < losses[0] - 1
     assert losses[-1] == pytest.approx(
         dense_loss(np.asarray(tuned.k, np.float64), np.asarray(tuned.v, np.float64), params),

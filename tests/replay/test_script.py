@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pagedjax.eventlog.format import Kind
+from pagedjax.replay import Player, read_log
 from pagedjax.replay.interactive import Shell
 from tests.replay.session import record, rewritten
 
@@ -31,8 +32,15 @@ def script(monkeypatch, capsys):
     return run
 
 
-def test_the_script(session, folder, script):
-    path = folder / "events.log"
+@pytest.fixture(scope="module")
+def path(folder):
+    """A log of some steps."""
+    path = folder / "of-the-script.log"
+    record(path, num_steps=60)
+    return path
+
+
+def test_the_script(path, folder, script):
     status, out, _ = script(path, "diff", 1, 3)
     assert status == 0
     assert "step 2, " in out
@@ -53,7 +61,7 @@ def test_the_script(session, folder, script):
     assert script(path, "verify", "--model", "x")[0] == 2  # it has no text, or there is no such one
 
 
-def test_the_script_verifies(session, folder, script):
+def test_the_script_verifies(folder, script):
     path = folder / "short.log"
     record(path, num_steps=20)
     status, out, _ = script(path, "verify")
@@ -74,7 +82,8 @@ def test_the_script_verifies(session, folder, script):
     assert "PROBLEM  the log is truncated" in out
 
 
-def test_by_hand(player):
+def test_by_hand(path):
+    player = Player(read_log(path))
     typed = "goto 10\nn\nb 2\nd 8 9\nfind step < 12\nc\nx\ngoto 9999\ngoto z\n\nq\n"
     out = io.StringIO()
     shell = Shell(player, stdin=io.StringIO(typed), stdout=out)

@@ -28,14 +28,14 @@ def _logits() -> np.ndarray:
     "params",
     [
         {"temperature": 1.0},
-        {"temperature": 0.5},
+        pytest.param({"temperature": 0.5}, marks=pytest.mark.slow),
         {"temperature": 3.0},
-        {"temperature": 1.0, "top_k": 40},
+        pytest.param({"temperature": 1.0, "top_k": 40}, marks=pytest.mark.slow),
         {"temperature": 2.0, "top_k": 500},
         {"temperature": 1.0, "top_p": 0.3},
         {"temperature": 1.5, "top_p": 0.95},
         {"temperature": 1.0, "min_p": 0.1},
-        {"temperature": 1.2, "top_k": 50, "top_p": 0.6},
+        pytest.param({"temperature": 1.2, "top_k": 50, "top_p": 0.6}, marks=pytest.mark.slow),
         {"temperature": 2.0, "top_k": 300, "top_p": 0.9, "min_p": 0.05},
     ],
     ids=str,
@@ -109,7 +109,7 @@ def test_a_row_is_bit_identical_whatever_is_around_it() -> None:
     _assert_rows_equal(half, everyone[::2], whole)
 
 
-@pytest.mark.parametrize("rows_per_block", [1, 4])
+@pytest.mark.parametrize("rows_per_block", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_vmap_gives_the_same_rows(rows_per_block: int) -> None:
     logits, params = _mixed(12)
     everyone = np.arange(12)

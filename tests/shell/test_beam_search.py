@@ -12,22 +12,14 @@ from pagedjax import LLM, BeamSearchParams, SamplingParams
 from pagedjax.engine.errors import InvalidRequestError
 from pagedjax.models.forward import forward_dense
 from tests.shell.test_server import serving
-from tests.shell.tiny import EOS, MODEL, drain, make_engine, params, run
+from tests.shell.tiny import EOS, MODEL, PRESSED, drain, make_engine, params, run
 
 PROMPT = "seventeen tokens!"
-SIZES = {
-    "num_rows": 10,
-    "max_num_seqs": 8,
-    "max_logprobs": 16,
-    "max_beam_width": 8,
-    "num_blocks": 64,
-    "token_buckets": (16,),
-}
 
 
 @pytest.fixture(scope="module")
 def warm():
-    engine = make_engine(**SIZES)
+    engine = make_engine(**PRESSED)
     engine.warm_up()
     return engine
 
@@ -152,9 +144,7 @@ def test_searches_beside_other_requests(engine):
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_searches(caching):
     """A pool in which the searches push one another out and come back."""
-    engine = make_engine(
-        **SIZES | {"num_blocks": 20, "token_buckets": (16,)}, enable_prefix_caching=caching
-    )
+    engine = make_engine(**PRESSED | {"num_blocks": 20}, enable_prefix_caching=caching)
     prompts = [PROMPT, "second prompt", "a third one"]
     search = BeamSearchParams(beam_width=3, max_tokens=18)
     outputs = run(engine, [(prompt, prompt, search) for prompt in prompts])
@@ -165,7 +155,7 @@ def test_preempted_searches(caching):
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
 def test_abort(engine, num_steps):
-    search = BeamSearchParams(beam_width=4, max_tokens=40)
+    search = BeamSearchParams(beam_width=4, max_tokens=20)
     request = engine.add_request("a", PROMPT, search)
     for _ in range(num_steps):
         engine.step()
@@ -184,8 +174,8 @@ def test_limits(engine):
 
     assert "beam_width must be at most 8 (max_beam_width), got 9" in refused(beam_width=9)
     assert "max_tokens is 90" in refused(max_tokens=90)
-    assert "blocks of the KV pool; there are 64" in refused(beam_width=8, max_tokens=79)
-    narrow = make_engine(**SIZES | {"max_logprobs": 8})
+    assert "blocks of the KV pool; there are 30" in refused(beam_width=8, max_tokens=79)
+    narrow = make_engine(**PRESSED | {"max_logprobs": 8})
     with pytest.raises(InvalidRequestError, match=r"beam_width is 5, so 10 .* 8 \(max_logprobs\)"):
         narrow.add_request("a", PROMPT, BeamSearchParams(beam_width=5, max_tokens=5))
     off = make_engine(max_beam_width=0)

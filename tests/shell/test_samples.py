@@ -27,7 +27,8 @@ def counters(engine):
     return engine._device.state.scheduler.counters
 
 
-@pytest.mark.parametrize("caching", [True, False])
+# By default tests/core/test_fork.py shows it without the cache.
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_outputs_are_those_of_single_requests(engine, caching):
     if not caching:
         engine = make_engine(enable_prefix_caching=False, token_buckets=(16,))

@@ -11,21 +11,9 @@ import pytest
 from pagedjax import BeamSearchParams, SamplingParams
 from pagedjax.engine import state_file
 from tests.shell.test_snapshot import collect
-from tests.shell.tiny import drain, make_engine
+from tests.shell.tiny import PRESSED, drain, make_engine
 
-SIZES = {
-    "max_num_seqs": 8,
-    "num_rows": 12,
-    "num_blocks": 30,
-    "watermark": 0.0,
-    "token_buckets": (16,),
-    "max_logprobs": 8,
-    "max_beam_width": 4,
-    "num_host_blocks": 40,
-    "preemption_mode": "swap",
-    "scheduling_policy": "priority",
-    "check_invariants": True,
-}
+SIZES = PRESSED | {"check_invariants": True}
 ENDS = (27, 155)
 RANDOM = {"temperature": 1.0, "ignore_eos": True}
 
@@ -99,7 +87,7 @@ def seen(path):
     return found
 
 
-@pytest.mark.parametrize("every", [3, 7])
+@pytest.mark.parametrize("every", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_resumed_again_and_again(every, tmp_path, uninterrupted):
     """Each engine takes a few steps and hands over to the next one."""
     path, one, outputs, found = tmp_path / "state", started(), {}, set()

@@ -91,6 +91,19 @@ SETTINGS = {
     "max_queue_size": 64,
     "max_logprobs": 5,
 }
+# More rows than a small pool holds, victims swapped out: what several files compile once.
+PRESSED = {
+    "max_num_seqs": 8,
+    "num_rows": 12,
+    "num_blocks": 30,
+    "watermark": 0.0,
+    "token_buckets": (16,),
+    "max_logprobs": 16,
+    "max_beam_width": 8,
+    "num_host_blocks": 40,
+    "preemption_mode": "swap",
+    "scheduling_policy": "priority",
+}
 
 
 @functools.cache
