@@ -87,9 +87,10 @@ def prepare(folder: Path) -> Dumps:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     # A program from jax's own cache would leave no PTX to read.
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    # Without a GPU nothing can be timed, but XLA would still compile each fusion once more to choose
-    # among its ways: half of a step's compile time.
-    flags = ("--xla_gpu_autotune_level=0", f"--xla_gpu_kernel_cache_file={folder / 'kernels.bin'}")
+    # Without a GPU nothing can be timed, but XLA would still compile each fusion once more to
+    # choose among its ways: half of a step's compile time.
+    cache = folder / "kernels.bin"
+    flags = ("--xla_gpu_autotune_level=0", f"--xla_gpu_kernel_cache_file={cache}")
     os.environ["XLA_FLAGS"] = " ".join(flags)
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(dumps.folder)
     # Mosaic GPU takes ptxas from PATH; one of another CUDA release refuses its PTX.
