@@ -166,16 +166,21 @@ def _choose(config: SchedulerConfig, state, row_ids, valid, budget, room) -> Adm
 
 
 def _num_proposed(config: SchedulerConfig, state: SchedulerState, row):
-    """[] int32: leading blocks of a row's prompt that the index proposes, or a member of its group
-    can give. Cheaper than `match`."""
+    """[] int32: leading blocks of a row's prompt that others hold and the index proposes, or a
+    member of its group can give. Cheaper than `match`.
+
+    Those that nobody holds are among the blocks that can be had already, and may be evicted before
+    the row is tried again."""
     forked = jnp.int32(0)
     if config.enable_forks:
         forked = sources(config, state, row[None])[1][0] // config.block_size
     if not config.enable_prefix_caching:
         return forked
-    found = lookup(config, state.prefix, state.rows.block_hashes[row]) != NULL
+    found = lookup(config, state.prefix, state.rows.block_hashes[row])
     full = jnp.arange(config.max_blocks_per_seq) < state.rows.num_tokens[row] // config.block_size
-    return jnp.maximum(jnp.cumprod((found & full).astype(jnp.int32)).sum(dtype=jnp.int32), forked)
+    proposed = jnp.cumprod((found != NULL) & full)
+    held = proposed * (take(state.blocks.ref_counts, found, 0) > 0)
+    return jnp.maximum(held.sum(dtype=jnp.int32), forked)
 
 
 def admit(
@@ -224,8 +229,9 @@ def admit(
     room = available - jnp.where(rank > 0, config.watermark_blocks, 0)
 
     # A head of the queue that did not fit is not matched again until there is more memory or more
-    # of its prompt is cached: otherwise every step under pressure would pay for a match that cannot
-    # succeed. Its cost does not depend on the step's size, so nothing else can help it.
+    # of its prompt is held by others: else every step under pressure would pay for a match that
+    # cannot succeed. Its cost does not depend on the step's size, so nothing else can help it.
+    # With nobody running it is always tried: nothing would change any more.
     head = rows.arrival[row_ids[0]]
     waits = valid[0] & (budget > 0)
     means = available + when(
@@ -234,7 +240,7 @@ def admit(
         lambda _: _num_proposed(config, state, row_ids[0]),
         jnp.int32(0),
     )
-    hopeless = (head == state.blocked_arrival) & (means <= state.blocked_means)
+    hopeless = (head == state.blocked_arrival) & (means <= state.blocked_means) & (num_running > 0)
     tried = waits & ~hopeless
     admitted = when(
         config.use_cond,

@@ -83,7 +83,7 @@ def retire(config: SchedulerConfig, state: SchedulerState) -> SchedulerState:
     done = rows.status == Status.FINISHED
     if config.batching == "static":
         state, batch_ends = static_batch.end(config, state)
-        done &= batch_ends
+        done &= batch_ends | (blocks.num_blocks_held == 0)  # the latter never started
     column = jnp.arange(config.max_blocks_per_seq)[None]
     if config.max_retirements >= config.num_rows or config.batching == "static":
         out = done

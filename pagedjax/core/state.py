@@ -176,7 +176,7 @@ class SchedulerState:
     step: jax.Array  #: [] int32: steps committed
     next_arrival: jax.Array  #: [] int32
     blocked_arrival: jax.Array  #: [] int32: queue head that did not fit when last tried, or NULL
-    blocked_means: jax.Array  #: [] int32: blocks available to it then, and of its prompt cached
+    blocked_means: jax.Array  #: [] int32: blocks available to it then, and of its prompt held
     batch_is_open: jax.Array | None = None  #: [] bool: see `static_batch`; None without it
 
 

@@ -65,6 +65,7 @@ def stays_open(
 
 
 def _num_ended(state: SchedulerState):
-    """[] int32: members that have ended. Others that have, had no block when they did."""
+    """[] int32: members that have ended. Others that have, had no block when they did, and leave
+    the table at once."""
     ended = (state.rows.status == Status.FINISHED) & (state.blocks.num_blocks_held > 0)
     return ended.sum(dtype=jnp.int32)

@@ -40,7 +40,8 @@ class Rows:
       num_available_blocks: free or evictable.
       admitting: False when the head of the queue is known not to fit into memory (only the device
         knows exactly what is cached, and who holds it), or a static batch is closed.
-      num_ended: rows of a static batch that have ended and keep their places.
+      num_ended: rows of a static batch that have ended and keep their places while others run.
+      preempted: bool, waiting rows of a static batch, which come back though it is closed.
     """
 
     running: np.ndarray
@@ -52,6 +53,7 @@ class Rows:
     admitting: bool
     num_ended: int = 0
     swapped: np.ndarray | bool = False
+    preempted: np.ndarray | bool = False
     prompt: np.ndarray | None = None
     group: np.ndarray | None = None
     """int, [n] like prompt: tokens of the prompt, which rows of one group share; -1 is alone. None:
@@ -162,11 +164,11 @@ def num_spare_blocks(rows: Rows, sizes: Sizes) -> int:
 def _candidates(rows: Rows, num_tokens: int, sizes: Sizes) -> np.ndarray:
     """[n] bool: waiting rows that a step may admit."""
     num_running = int(rows.running.sum())
-    if not rows.admitting and num_running:
-        return np.zeros(len(rows.running), bool)
     ready = ~rows.running & ~share_prompts(rows)[1]
+    if not rows.admitting and num_running:
+        ready &= rows.preempted
     rank = np.where(ready, num_running + np.cumsum(ready) - 1, len(rows.running) + num_running)
-    places = sizes.max_num_seqs - rows.num_ended
+    places = sizes.max_num_seqs - (rows.num_ended if num_running else 0)
     end = min(num_running + sizes.max_admissions, places, max(num_tokens, 1))
     candidates = ready & (rank < end) & (rows.unseen == 0)
     # As in the core: all that is known of a row must fit, or it waits and those behind it too.

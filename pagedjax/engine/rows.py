@@ -87,7 +87,7 @@ class RowBook:
         self._num_prompt = np.zeros(s, np.int64)
         self._swapped = np.zeros(s, bool)
         self._priority = np.zeros(s, np.int64)
-        self._turn = np.zeros(s, np.int64)  # round robin: as in the core
+        self._turn = np.zeros(s, np.int64)  # when it last stepped back; as in the core
         self._group = np.full(s, -1, np.int64)
         self._is_beam = np.zeros(s, bool)
         self._num_prompt_blocks = np.zeros(s, np.int64)
@@ -180,8 +180,14 @@ class RowBook:
     def _live_in_order(self) -> np.ndarray:
         """Live rows as the scheduler ranks them: running ones first, older before newer."""
         live = np.flatnonzero(self._live)
-        waits = ~self._running[live]
-        return live[np.lexsort((self._arrival[live], self._queue_key(live) * waits, waits))]
+        place = 2 * ~self._running[live] - self._preempted(live)
+        key = self._queue_key(live) * (place == 2)
+        return live[np.lexsort((self._arrival[live], key, place))]
+
+    def _preempted(self, live: np.ndarray) -> np.ndarray:
+        """[n] bool: waiting rows of a static batch, which come back before all others."""
+        static = self._config.batching == "static"
+        return static & ~self._running[live] & (self._turn[live] > 0)
 
     def _queue_key(self, live: np.ndarray) -> np.ndarray:
         """[n] int: the scheduling policy's order of waiting rows, as far as the host can follow it;
@@ -218,7 +224,10 @@ class RowBook:
             return replace(rows, admitting=not blocked)
         ended = self._taken & ~self._live & ~self._to_end
         return replace(
-            rows, admitting=self._batch_is_open and not blocked, num_ended=int(ended.sum())
+            rows,
+            admitting=self._batch_is_open and not blocked,
+            num_ended=int(ended.sum()),
+            preempted=self._preempted(live) & (not blocked),
         )
 
     def _head(self, live: np.ndarray, rows: Rows) -> tuple[int, int] | None:

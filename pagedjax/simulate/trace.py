@@ -157,10 +157,10 @@ def make_limits(
     values = {}
     for name, value in (("num_blocks", num_blocks), ("num_rows", num_rows)):
         most = getattr(sizes, name)
-        value = most if value is None else value
-        if not 1 <= value <= most:
+        number = most if value is None else _whole(value)
+        if number is None or not 1 <= number <= most:
             raise ValueError(f"{name} must be from 1 to {most}, config.{name} (got {value})")
-        values[name] = value
+        values[name] = number
     for name, value in (
         ("scheduling_policy", scheduling_policy),
         ("preemption_policy", preemption_policy),
@@ -185,13 +185,21 @@ def _policy_number(config, field: str, policy) -> int:
             names = ", ".join(getattr(each, "__name__", str(each)) for each in choice)
             raise ValueError(f"{field} must be one of config.{plural}: {names} (got {policy!r})")
         return choice.index(policy)
-    whole = hasattr(policy, "__index__") and not isinstance(policy, bool)
-    if not whole or not 0 <= operator.index(policy) < len(choice):
+    number = _whole(policy)
+    if number is None or not 0 <= number < len(choice):
         raise ValueError(
             f"{field} must be from 0 to {len(choice) - 1}, an index into config.{plural} "
             f"(got {policy!r})"
         )
-    return operator.index(policy)
+    return number
+
+
+def _whole(value) -> int | None:
+    """The value as an int; None if it is no whole number, or of a type that is none."""
+    try:
+        return None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def checked(config: SimulationConfig, limits: Limits) -> tuple[jax.Array, Limits]:

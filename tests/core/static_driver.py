@@ -48,8 +48,9 @@ class StaticDriver(Driver):
             self._close(members, status, scheduled, preemptions)
 
     def _gives_up(self, before, members):
-        """Whether rows of the batch became EMPTY though it goes on."""
+        """Whether rows of the batch became EMPTY though it goes on; they held memory."""
         ended = (before["status"] == Status.FINISHED) & np.isin(before["arrival"], members)
+        ended &= before["held"] > 0
         return (ended & (np.asarray(self.state.rows.status) == Status.EMPTY)).any()
 
     def _is_short(self, before):

@@ -49,3 +49,43 @@ def test_a_waiting_prompt_is_admitted_when_somebody_has_computed_its_beginning()
     assert int(np.asarray(driver.state.rows.num_hit_tokens)[second]) == 39
     assert first in driver.requests
     driver.drain()
+
+
+def with_cached(count, **sizes):
+    """(driver, a prompt of 60 tokens whose first `count` are cached and held by nobody)"""
+    driver = Driver(**sizes)
+    prompt = [1, 2, 3, 4, 5] * 12
+    driver.add_request(prompt[:count], count + 1, stop=False)
+    driver.drain()
+    return driver, prompt
+
+
+def test_what_was_cached_when_a_prompt_did_not_fit_may_be_gone_when_it_does():
+    """It needs 15 of 20 blocks, 10 of which are cached and evictable, when 14 are to be had: two
+    others hold 1 and 5. They grow to 5 and 9 and push four of the ten out; then the second ends."""
+    driver, prompt = with_cached(40, pool=20)
+    long = driver.add_request([6, 0, 6], 60, stop=False)
+    short = driver.add_request([0, 6] * 10, 36, stop=False)
+    driver.step()
+    last = driver.add_request(prompt, 61, stop=False)
+    driver.step()
+    assert int(driver.state.blocked_arrival) == int(driver.state.rows.arrival[last])
+    run_until(driver, lambda: short not in driver.requests)
+    assert status(driver, last) == Status.WAITING
+    driver.step()
+    assert status(driver, last) == Status.RUNNING
+    assert long in driver.requests
+    driver.drain()
+
+
+def test_what_waits_is_tried_when_nobody_runs():
+    """The head of the queue takes all but one block. While another one runs, five more of its
+    blocks are cached than when that one has ended."""
+    driver, prompt = with_cached(20, pool=16)
+    other = driver.add_request([6, 0, 6], 60, stop=False)
+    driver.step()
+    last = driver.add_request(prompt, 64, stop=False)
+    behind = driver.add_request([3], 4, stop=False)
+    run_until(driver, lambda: other not in driver.requests)
+    assert {last, behind} <= driver.requests.keys()
+    driver.drain(limit=20)

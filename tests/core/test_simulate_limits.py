@@ -52,6 +52,11 @@ def test_policies_are_chosen_by_name_by_function_or_by_number():
         (ONE.scheduler, {"scheduling_policy": 0}, r"scheduling_policy must be left out"),
         (SEVERAL, {"num_blocks": 15}, r"num_blocks must be from 1 to 14, .*\(got 15\)"),
         (ONE, {"num_rows": 0}, r"num_rows must be from 1 to 8, .*\(got 0\)"),
+        (ONE, {"num_blocks": 2.5}, r"num_blocks must be from 1 to 14, .*\(got 2.5\)"),
+        (ONE, {"num_blocks": True}, r"num_blocks must be from 1 to 14, .*\(got True\)"),
+        (ONE, {"num_rows": "3"}, r"num_rows must be from 1 to 8, .*\(got 3\)"),
+        (ONE, {"num_blocks": np.int32([3, 4])}, r"num_blocks must be from 1 to 14"),
+        (SEVERAL, {"scheduling_policy": np.int32([0, 1])}, r"scheduling_policy must be from 0 to"),
     ],
 )
 def test_numbers_out_of_range_are_refused(config, options, message):

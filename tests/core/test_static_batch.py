@@ -137,6 +137,24 @@ def test_who_was_preempted_comes_back_before_the_urgent():
     assert int(driver.state.counters.num_preemptions) == 1
 
 
+def test_who_ends_without_having_started_leaves_the_table_at_once():
+    """Aborted or refused while a batch runs: their rows are there for others that wait."""
+    driver = StaticDriver(**ROOMY)
+    add(driver, 4, 30)
+    driver.step()
+    for i in range(7):  # all other rows
+        row = add(driver, 4, 200 if i % 2 else 4)
+        if not i % 2:
+            driver.abort_row(row)
+    driver.step()
+    driver.step()
+    assert len(driver.empty_rows()) == 7
+    for _ in range(6):
+        add(driver, 4, 2)
+    driver.drain()
+    assert [len(batch) for batch in driver.batches] == [1, 6]
+
+
 PRESSURE = {
     "priority": TIGHT,
     "longest prefix": {"scheduling_policy": "longest_prefix", "enable_prefix_caching": True},

@@ -175,3 +175,19 @@ def test_who_has_ended_keeps_the_place_in_a_static_batch():
     assert (after.admitting, after.num_ended) == (True, 1)
     assert demand(after, STATIC) == (2, 8)
     assert demand(replace(after, num_ended=2), STATIC) == (2, 0)
+
+
+def test_a_static_batch_that_has_ended_keeps_no_place():
+    """The rows are given back by the next step, before it admits others."""
+    table = replace(rows(*[(0, 8, 0, 99)] * 3), num_ended=4, admitting=False)
+    assert demand(table, STATIC) == (0, 16)
+
+
+def test_who_was_preempted_comes_back_into_a_closed_static_batch():
+    table = rows((1, 8, 7, 99), (0, 12, 0, 99), (0, 8, 0, 99), admitting=False)
+    table = replace(table, preempted=np.array([False, True, False]))
+    assert demand(table, STATIC) == (1, 12)
+    after = advance(table, 16, STATIC)
+    assert after.running.tolist() == [True, True, False]
+    assert not after.admitting
+    assert demand(replace(table, num_available_blocks=2), STATIC) == (1, 0)
