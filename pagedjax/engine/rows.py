@@ -100,7 +100,7 @@ class RowBook:
         self._num_available = config.num_blocks
         self._num_preemptions = 0
         self._batch_is_open = True  # of static batching
-        self._blocked: tuple[int, int] | None = None  # (arrival, means) of a head that did not fit
+        self._blocked: tuple[int, int, int] | None = None  # a head that did not fit: `_head`
         self._prefix = None
         if config.enable_prefix_caching:
             self._prefix = PrefixForecast(config.num_blocks, config.block_size)
@@ -230,15 +230,16 @@ class RowBook:
             preempted=self._preempted(live) & (not blocked),
         )
 
-    def _head(self, live: np.ndarray, rows: Rows) -> tuple[int, int] | None:
-        """(arrival, means) of the oldest waiting row: the blocks to spare and those of its prompt
-        that are cached. As in the core, a head that did not fit waits until it has more of them."""
+    def _head(self, live: np.ndarray, rows: Rows) -> tuple[int, int, int] | None:
+        """(arrival, blocks to spare, blocks of its prompt that are cached) of the oldest waiting
+        row. As in the core, a head that did not fit waits until it has more of them. The core adds
+        up those to spare and those cached that somebody holds; who holds them is not known here, so
+        more of either counts."""
         waiting = np.flatnonzero(~rows.running & ~share_prompts(rows)[1])
         if not len(waiting):
             return None
         cached = int(rows.computed[waiting[0]]) // self._sizes.block_size
-        means = num_spare_blocks(rows, self._sizes) + cached
-        return int(self._arrival[live[waiting[0]]]), means
+        return int(self._arrival[live[waiting[0]]]), num_spare_blocks(rows, self._sizes), cached
 
     def _followers(self, live: np.ndarray) -> np.ndarray | None:
         """For each live row the spare rows of its beam search; counted once for each search."""
@@ -259,10 +260,11 @@ class RowBook:
             return 0
         return int(share_prompts(self._as_rows(self._live_in_order()))[1].sum())
 
-    def _is_blocked(self, head: tuple[int, int] | None) -> bool:
+    def _is_blocked(self, head: tuple[int, int, int] | None) -> bool:
         if head is None or self._blocked is None:
             return False
-        return head[0] == self._blocked[0] and head[1] <= self._blocked[1]
+        arrival, spare, cached = self._blocked
+        return head[0] == arrival and head[1] <= spare and head[2] <= cached
 
     def _expected_computed(self, live: np.ndarray) -> np.ndarray:
         computed = self._computed[live].copy()

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-VERSION = 4
+VERSION = 5
 _MAGIC = b"PAGEDJAX STATE\n"
 _SIZES = struct.Struct("<IQ")
 _DIGEST_BYTES = hashlib.sha256().digest_size

@@ -108,6 +108,14 @@ def test_options(name):
         check(shape, step, options, decode_queries=decode_queries)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_in_a_chunk_of_a_longer_prompt(name):
+    shape, options, decode_queries = OPTIONS[name]
+    step = poisoned(shape, *STEPS["chunk of a longer prompt"])
+    check(shape, step, options, decode_queries=decode_queries)
+
+
 def test_same_again_and_whatever_lies_in_unseen_slots():
     name = "mixed"
     outputs = [

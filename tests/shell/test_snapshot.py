@@ -207,7 +207,7 @@ def test_damaged_files_are_refused(tmp_path):
         refused(bytes(changed), "truncated or damaged")
     newer = bytearray(data)
     newer[15] += 1
-    refused(bytes(newer), "format version 5; this program reads version 4")
+    refused(bytes(newer), "format version 6; this program reads version 5")
     # Refusing has done nothing to it.
     engine.add_request("a", "x", SamplingParams(temperature=0, max_tokens=2))
     assert drain(engine)[-1].finished

@@ -66,3 +66,15 @@ def test_a_batch_that_is_being_filled_is_resumed_as_it_was(tmp_path, static):
     )
     assert rest == twins
     assert static.stats().steps - before == twin.stats().steps
+
+
+@pytest.mark.slow
+def test_who_is_preempted_comes_back_to_its_batch(engine):
+    """Four rows come to need 4 x 11 blocks of 4 tokens, and there are 36."""
+    tight = make_engine(**STATIC | {"num_blocks": 36})
+    submit(tight)
+    tokens, spans = serve(tight)
+    assert tight.stats().preemptions > 0
+    assert spans["4"][0] > max(spans[str(i)][1] for i in range(4))
+    submit(engine)
+    assert serve(engine)[0] == tokens
