@@ -187,8 +187,7 @@ def test_paged_engine_equals_dense_model(params):
     "sizes",
     [
         CHUNKS,
-        # By default these are seen under random traffic; without the cache in
-        # tests/shell/test_exact.py, too.
+        # By default schedulers like these are seen under random traffic.
         pytest.param({"num_tokens": 4, "num_blocks": 12}, marks=pytest.mark.slow),
         pytest.param({"num_tokens": 4, "enable_prefix_caching": False}, marks=pytest.mark.slow),
     ],

@@ -84,36 +84,53 @@ def serve(engine, order, *, alone=False):
 
 
 EVERYONE = range(len(REQUESTS))
+SHUFFLED = np.random.default_rng(0).permutation(len(REQUESTS))
+# Seven tokens a step, so that a prompt's chunks depend on who else is there; a pool for two rows.
+SMALL = {
+    "max_num_batched_tokens": 7,
+    "token_buckets": (7,),
+    "max_num_seqs": 5,
+    "num_blocks": 21,
+    "watermark": 0.0,
+}
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine()
+    return make_engine(**SMALL)
 
 
 @pytest.fixture(scope="module")
 def expected(engine):
-    return serve(engine, EVERYONE, alone=True)
+    outputs = serve(engine, EVERYONE, alone=True)
+    assert engine.stats().preemptions == 0
+    return outputs
 
 
-def test_among_others_in_another_order_and_from_the_cache(engine, expected):
-    order = np.random.default_rng(0).permutation(len(REQUESTS))
-    assert serve(engine, order) == expected
-    assert serve(engine, order[::-1]) == expected
-    assert engine.stats().cached_tokens > 0
+def test_among_others_in_other_chunks_preempted_and_from_the_cache(engine, expected):
+    before = engine.stats()
+    assert serve(engine, SHUFFLED) == expected
+    assert serve(engine, SHUFFLED[::-1]) == expected
+    after = engine.stats()
+    assert after.preemptions > before.preemptions
+    assert after.cached_tokens > before.cached_tokens
 
 
-def test_in_other_chunks_and_preempted(expected):
-    engine = make_engine(
-        max_num_batched_tokens=7,
-        token_buckets=(7,),
-        max_num_seqs=5,
-        num_blocks=21,
-        watermark=0.0,
-        enable_prefix_caching=False,
-    )
+@pytest.mark.slow
+def test_without_the_prefix_cache(expected):
+    engine = make_engine(**SMALL, enable_prefix_caching=False)
     assert serve(engine, EVERYONE) == expected
     assert engine.stats().preemptions > 0
+
+
+@pytest.mark.slow
+def test_in_larger_steps(expected):
+    """Other sizes of everything, and room for all."""
+    engine = make_engine()
+    for order in (EVERYONE, SHUFFLED):
+        assert serve(engine, order) == expected
+    assert engine.stats().preemptions == 0
+    assert engine.stats().cached_tokens > 0
 
 
 @pytest.mark.slow
