@@ -182,6 +182,7 @@ class Driver:
         self.kv = np.zeros(c.num_blocks * c.block_size, object)
         self.host_kv = np.zeros(c.num_host_blocks * c.block_size, object)
         self.requests: dict[int, Request] = {}
+        self.idle = 0
         self.counts = {"finished": 0, "errors": 0, "aborted": 0, "hit_tokens": 0, "copies": 0}
         self.plan = self.output = None
 
@@ -247,6 +248,7 @@ class Driver:
         self.state, output = self.jit.commit(self.state, plan, self._sampled(plan, samples))
         assert_invariants(self.check())
         self.plan, self.output = plan, output
+        self._nobody_starves(output)
         self._collect(output)
 
     def drain(self, limit=3000):
@@ -317,6 +319,12 @@ class Driver:
         assert len(set(dst.tolist())) == len(dst)
         target.reshape(-1, b)[dst] = source.reshape(-1, b)[src]
         return src
+
+    def _nobody_starves(self, output):
+        """Whoever waits while nobody runs is started, as soon as ended rows have left."""
+        idle = int(output.num_waiting) > 0 and int(output.num_scheduled_tokens) == 0
+        self.idle = self.idle + 1 if idle else 0
+        assert self.idle <= 2 + self.config.num_rows, "requests starve"
 
     def _collect(self, output):
         status, reason = np.asarray(output.status), np.asarray(output.finish_reason)

@@ -6,10 +6,10 @@ import pytest
 
 from pagedjax import config as settings
 from pagedjax.core import config as core_config
-from pagedjax.core.admit import _num_proposed
 from pagedjax.core.config import SchedulerConfig
 from pagedjax.core.policies import longest_prefix
-from pagedjax.core.state import Status
+from pagedjax.core.prefix import lookup
+from pagedjax.core.state import NULL, Status
 from tests.core.driver import random_traffic
 from tests.core.policy_driver import LONGEST_PREFIX, OWN_POLICY, URGENCY, PolicyDriver
 
@@ -72,6 +72,14 @@ def test_longest_prefix_starts_what_is_cached_first():
     assert order_of_start(driver, rows) == [rows[i] for i in (2, 3, 1, 0)]
 
 
+def count_cached(driver, row):
+    """Full blocks at the beginning of a row's tokens that the index knows, one after the other."""
+    state, config = driver.state, driver.config
+    found = np.asarray(lookup(config, state.prefix, state.rows.block_hashes[row])) != NULL
+    num_full = int(state.rows.num_tokens[row]) // config.block_size
+    return next((i for i in range(num_full) if not found[i]), num_full)
+
+
 def test_longest_prefix_counts_by_search_what_a_walk_counts():
     driver = PolicyDriver(**LONGEST_PREFIX)
     rng = np.random.default_rng(3)
@@ -81,7 +89,7 @@ def test_longest_prefix_counts_by_search_what_a_walk_counts():
     for n in (0, 3, 4, 11, 25, 39, 40):
         driver.add_request([*base[:n], 6], 50, stop=False)
     key = np.asarray(longest_prefix(driver.state, driver.config))
-    walk = [int(_num_proposed(driver.config, driver.state, row)) for row in range(7)]
+    walk = [count_cached(driver, row) for row in range(7)]
     assert (-key[:7]).tolist() == walk == [0, 0, 1, 2, 6, 9, 10]
 
 
