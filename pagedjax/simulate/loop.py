@@ -113,9 +113,7 @@ def init_simulation(trace: Trace, limits: Limits, *, config: SimulationConfig) -
     _, limits = checked(config, limits)
     sizes = config.scheduler
     state = init_scheduler(sizes)
-    place = jnp.arange(sizes.num_blocks, dtype=jnp.int32)
-    stack = jnp.where(place < limits.num_blocks, limits.num_blocks - 1 - place, place)
-    blocks = dataclasses.replace(state.blocks, free_stack=stack, num_free=limits.num_blocks)
+    blocks = withhold(state.blocks, limits.num_blocks)
     zeros = jnp.zeros(sizes.num_rows, jnp.int32)
     empty = jnp.array([NOT_YET, NOT_YET, NOT_YET, NOT_YET, 0, 0], jnp.int32)
     return Simulation(
@@ -135,14 +133,26 @@ def with_withheld_blocks(state: SchedulerState, limits: Limits) -> SchedulerStat
     `check_invariants` must hold of this one, over all N blocks. It also reports a withheld block
     that has come into use.
     """
-    blocks = state.blocks
-    n = blocks.free_stack.shape[0]
-    top = blocks.num_free + n - limits.num_blocks
-    place = jnp.arange(n, dtype=jnp.int32)
-    withheld = limits.num_blocks + place - blocks.num_free
-    stack = jnp.where((place >= blocks.num_free) & (place < top), withheld, blocks.free_stack)
-    blocks = dataclasses.replace(blocks, free_stack=stack, num_free=top)
-    return dataclasses.replace(state, blocks=blocks)
+    return dataclasses.replace(state, blocks=give_back(state.blocks, limits.num_blocks))
+
+
+def withhold(pool, num_blocks):
+    """A pool, all of it free, whose free stack has its first `num_blocks` [] int32 blocks only.
+
+    Args: pool: `BlockPool` or `SwapMap`.
+    """
+    place = jnp.arange(pool.free_stack.shape[0], dtype=jnp.int32)
+    stack = jnp.where(place < num_blocks, num_blocks - 1 - place, place)
+    return dataclasses.replace(pool, free_stack=stack, num_free=jnp.asarray(num_blocks, jnp.int32))
+
+
+def give_back(pool, num_blocks):
+    """The pool, in any state, with the blocks that `withhold` left out on its free stack."""
+    n = pool.free_stack.shape[0]
+    place, top = jnp.arange(n, dtype=jnp.int32), pool.num_free + n - num_blocks
+    withheld = num_blocks + place - pool.num_free
+    stack = jnp.where((place >= pool.num_free) & (place < top), withheld, pool.free_stack)
+    return dataclasses.replace(pool, free_stack=stack, num_free=top)
 
 
 def enter(sim: Simulation, arrivals: Arrivals, *, config: SimulationConfig) -> Simulation:

@@ -25,6 +25,7 @@ from pagedjax.core.requests import RequestParams, abort, add_request
 from pagedjax.core.schedule import schedule
 from pagedjax.core.state import NULL, FinishReason, Status, init_scheduler
 from pagedjax.sampling import Sampled
+from pagedjax.simulate.loop import give_back, withhold
 
 MASK = (1 << 61) - 1
 ALPHABET = 7
@@ -91,23 +92,6 @@ def null_samples(config, num_tokens, token_ids):
         top_logprobs=jnp.zeros((r, p)),
         nan=jnp.zeros(r, bool),
     )
-
-
-def withhold(pool, usable):
-    """A pool whose free stack has its first `usable` blocks only. All are free."""
-    place = jnp.arange(pool.free_stack.shape[0], dtype=jnp.int32)
-    stack = jnp.where(place < usable, usable - 1 - place, place)
-    return dataclasses.replace(pool, free_stack=stack, num_free=jnp.int32(usable))
-
-
-def give_back(pool, usable):
-    """The pool with the withheld blocks on its stack: invariants hold of all blocks, and one of
-    these that has come into use is reported."""
-    n = pool.free_stack.shape[0]
-    place, top = jnp.arange(n, dtype=jnp.int32), pool.num_free + n - usable
-    withheld = (place >= pool.num_free) & (place < top)
-    stack = jnp.where(withheld, usable + place - pool.num_free, pool.free_stack)
-    return dataclasses.replace(pool, free_stack=stack, num_free=top)
 
 
 def check_whole(state, usable, plan=None, *, config):
